@@ -1,0 +1,53 @@
+"""Which model is trained, and how it is laid out over the trainer's ranks."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megasao.config.base import Section
+
+
+class ModelConfig(Section):
+    """The Hugging Face checkpoint that actor and critic start from."""
+
+    path: str = Field(description="Directory of a Hugging Face checkpoint: config.json, tokenizer.json, *.safetensors.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Parameter and activation dtype.")
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
+        "auto",
+        description="Megatron layer implementation; auto is TransformerEngine where CUDA is present, else local.",
+    )
+
+
+class ParallelConfig(Section):
+    """Megatron parallel layout; data parallelism fills what is left of ``ranks``."""
+
+    ranks: int = Field(2, ge=1, description="Trainer processes (world size).")
+    tensor: int = Field(1, ge=1, description="Tensor parallel size (TP).")
+    sequence: bool = Field(False, description="Sequence parallelism (SP); required for MoE with tensor > 1.")
+    pipeline: int = Field(1, ge=1, description="Pipeline parallel size (PP).")
+    expert: int = Field(1, ge=1, description="Expert parallel size (EP).")
+    expert_tensor: int = Field(1, ge=1, description="Tensor parallel size inside an expert (ETP).")
+    dispatcher: Literal["alltoall", "allgather"] = Field("alltoall", description="MoE token dispatcher.")
+    timeout_s: float = Field(120.0, gt=0, description="Bound on every collective, seconds.")
+
+    @model_validator(mode="after")
+    def _divides(self) -> "ParallelConfig":
+        model_size = self.tensor * self.pipeline
+        if self.ranks % model_size:
+            raise ValueError(
+                f"ranks = {self.ranks} is not a multiple of tensor x pipeline = {model_size}; "
+                "data parallelism needs a whole number of copies"
+            )
+        expert_size = self.expert * self.expert_tensor * self.pipeline
+        if self.ranks % expert_size:
+            raise ValueError(
+                f"ranks = {self.ranks} is not a multiple of expert x expert_tensor x pipeline = {expert_size}"
+            )
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence = true has no meaning with tensor = 1; set tensor > 1 or sequence = false")
+        return self
+
+    @property
+    def data(self) -> int:
+        """Data parallel size (DP) of the dense part."""
+        return self.ranks // (self.tensor * self.pipeline)

@@ -1,0 +1,92 @@
+"""Environments, rollout workers, engines, evaluation, transport, supervision, observability."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from megasao.config.base import Section
+
+
+class EnvironmentConfig(Section):
+    """What the agent acts in."""
+
+    name: str = Field("calculator", description="Registered environment.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Passed to the environment, which checks every key."
+    )
+    max_turns: int = Field(8, ge=1, description="Most turns of an episode.")
+    max_tokens: int = Field(110, ge=2, description="Most tokens of an episode, observations included.")
+    max_turn_tokens: int = Field(16, ge=1, description="Most tokens the model may generate in one turn.")
+    episode_timeout_s: float = Field(60.0, gt=0, description="Longest life of an episode; then it is excluded.")
+
+
+class EmbeddedEngineConfig(Section):
+    """The transformers engine inside a rollout process (the laptop default)."""
+
+    slots: int = Field(64, ge=1, description="Requests decoded together.")
+    threads: int = Field(1, ge=1, description="CPU threads of the engine.")
+    kv_after_update: Literal["keep", "recompute"] = Field(
+        "keep", description="New weights: keep the KV cache of running requests, or recompute it under them."
+    )
+
+
+class RolloutConfig(Section):
+    """Rollout processes and sampling."""
+
+    workers: int = Field(1, ge=1, description="Rollout processes.")
+    concurrency: int = Field(64, ge=1, description="Episodes in flight per worker.")
+    engine: Literal["embedded"] = Field("embedded", description="Rollout engine.")
+    embedded: EmbeddedEngineConfig = Field(
+        default_factory=EmbeddedEngineConfig, description="Options of the embedded engine."
+    )
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; log-probs are those of the sampled law.")
+
+
+class BufferConfig(Section):
+    """Bounds of the trajectory buffer; when it is full no new leases are given, and nothing is dropped."""
+
+    max_trajectories: int = Field(256, ge=1, description="Trajectories waiting or on lease.")
+    max_bytes: int = Field(256 * 2**20, ge=1, description="Bytes waiting or reserved by leases.")
+    lease_timeout_s: float = Field(120.0, gt=0, description="A lease not answered in this time goes back.")
+    max_attempts: int = Field(
+        3, ge=1, description="Attempts at a prompt after failures before it is given up, counted."
+    )
+
+
+class EvaluationConfig(Section):
+    """Held-out problems, run in the background, labelled with the weight version that produced the tokens."""
+
+    every: int = Field(25, ge=0, description="Actor steps between evaluations; 0 evaluates only at the end.")
+    problems: int = Field(512, ge=1, description="Held-out problems per evaluation.")
+    sampled: bool = Field(True, description="Also measure success when sampling at T = 1.")
+    timeout_s: float = Field(300.0, gt=0, description="Longest wait for the last evaluation.")
+
+
+class TransportConfig(Section):
+    """ZeroMQ endpoints."""
+
+    host: str = Field("127.0.0.1", description="Address that sockets bind to; beyond loopback CURVE is required.")
+    curve: bool = Field(False, description="Authenticate and encrypt with CURVE keys made for this run.")
+    heartbeat_s: float = Field(2.0, gt=0, description="Interval of worker heartbeats.")
+    dead_after_s: float = Field(15.0, gt=0, description="Silence after which a peer counts as dead.")
+    high_water_mark: int = Field(64, ge=2, description="ZeroMQ high-water mark of each socket, messages.")
+    weights_timeout_s: float = Field(30.0, gt=0, description="Bound on each phase of a weight update.")
+
+
+class SupervisionConfig(Section):
+    """The local launcher restarts roles that die."""
+
+    max_restarts: int = Field(3, ge=0, description="Restarts of one role before the run fails.")
+    start_timeout_s: float = Field(180.0, gt=0, description="Longest start-up of a role.")
+    stop_timeout_s: float = Field(20.0, gt=0, description="Grace between a stop request and SIGKILL.")
+
+
+class ObservabilityConfig(Section):
+    """Where numbers go. JSON lines and TensorBoard are always written."""
+
+    panel: Literal["auto", "live", "lines", "off"] = Field(
+        "auto", description="Terminal output; auto is live on a terminal, else one line a step."
+    )
+    wandb_project: str | None = Field(None, description="Weights & Biases project; null is off.")
+    examples_every: int = Field(10, ge=1, description="Steps between saved example trajectories.")
+    examples_per_step: int = Field(2, ge=1, description="Example trajectories saved each time.")

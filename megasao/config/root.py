@@ -1,0 +1,63 @@
+"""The whole configuration of a run."""
+
+from pydantic import Field, model_validator
+
+from megasao.config.algorithm import AlgorithmConfig
+from megasao.config.base import Section
+from megasao.config.model import ModelConfig, ParallelConfig
+from megasao.config.rollout import (
+    BufferConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    ObservabilityConfig,
+    RolloutConfig,
+    SupervisionConfig,
+    TransportConfig,
+)
+from megasao.config.training import (
+    ActorConfig,
+    CheckpointConfig,
+    CriticConfig,
+    LoopConfig,
+    SftConfig,
+    TrainerConfig,
+)
+
+
+class RunConfig(Section):
+    """Name, place and seed."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run.")
+    directory: str = Field("runs", description="Parent directory of run directories.")
+    seed: int = Field(0, ge=0, description="Seed of everything random.")
+
+
+class Config(Section):
+    """A run: what is trained, on what, how, and where the results go."""
+
+    run: RunConfig = Field(description="Name, place and seed.")
+    model: ModelConfig = Field(description="Checkpoint and precision.")
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig, description="The task.")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="The RL algorithm.")
+    actor: ActorConfig = Field(description="The policy.")
+    critic: CriticConfig = Field(description="The value model.")
+    loop: LoopConfig = Field(description="Steps, batch and staleness.")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Trainer layout.")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Micro-batching.")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation.")
+    buffer: BufferConfig = Field(default_factory=BufferConfig, description="Trajectory buffer.")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
+    transport: TransportConfig = Field(default_factory=TransportConfig, description="Sockets.")
+    supervision: SupervisionConfig = Field(default_factory=SupervisionConfig, description="Restarts.")
+    observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig, description="Metrics.")
+    sft: SftConfig | None = Field(None, description="Fine-tuning before RL; null starts from model.path as it is.")
+
+    @model_validator(mode="after")
+    def _batch_fits_buffer(self) -> "Config":
+        if self.loop.batch_size > self.buffer.max_trajectories:
+            raise ValueError(
+                f"loop.batch_size = {self.loop.batch_size} cannot be collected in a buffer of "
+                f"buffer.max_trajectories = {self.buffer.max_trajectories}"
+            )
+        return self

@@ -1,0 +1,74 @@
+"""Actor, critic, loop, checkpoints and fine-tuning."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megasao.config.base import Section
+
+
+class OptimizerConfig(Section):
+    """Adam, with a linear warm-up and an optional linear decay; schedules count actor steps."""
+
+    lr: float = Field(gt=0, description="Peak learning rate.")
+    warmup_steps: int = Field(0, ge=0, description="Linear warm-up, in actor steps.")
+    decay_start: float | None = Field(
+        None, ge=0, lt=1, description="Fraction of all steps after which lr falls linearly to 0; null is never."
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam beta 1.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Adam beta 2.")
+    eps: float = Field(1e-8, gt=0, description="Adam epsilon.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    clip_grad: float = Field(1.0, ge=0, description="Global gradient norm clip; 0 is off.")
+
+
+class ActorConfig(Section):
+    """The policy."""
+
+    optimizer: OptimizerConfig = Field(description="The actor's optimizer.")
+
+
+class CriticConfig(Section):
+    """The value model: the actor's architecture with a value head on the last stage."""
+
+    optimizer: OptimizerConfig = Field(description="The critic's optimizer; its schedule counts actor steps.")
+    updates_per_actor_update: int = Field(2, ge=1, description="K: critic updates for each actor update.")
+    warmup_steps: int = Field(10, ge=0, description="First steps, in which only the critic is trained.")
+    freeze_attention: bool = Field(True, description="Keep attention fixed: only FFN / experts and the head train.")
+    head_bias: float = Field(0.0, description="Initial bias of the value head (its weight starts at zero).")
+
+
+class LoopConfig(Section):
+    """How long, how large, and how asynchronous."""
+
+    mode: Literal["async", "sync"] = Field(
+        "async", description="async: rollouts never wait; sync: a barrier between rollouts and training."
+    )
+    steps: int = Field(gt=0, description="Training steps, critic warm-up included.")
+    batch_size: int = Field(128, ge=1, description="Trajectories per step (one per prompt).")
+    max_lag: int = Field(
+        4, ge=0, description="Hard bound: trainer version minus the oldest version in a trajectory, at consumption."
+    )
+    batch_timeout_s: float = Field(300.0, gt=0, description="Longest wait for one batch before the run fails.")
+
+
+class TrainerConfig(Section):
+    """How a step is cut into packed rows."""
+
+    token_budget: int = Field(8192, ge=16, description="Most tokens in one packed micro-batch row.")
+
+
+class CheckpointConfig(Section):
+    """What is saved when. A checkpoint holds everything that a resumed run needs."""
+
+    every: int = Field(50, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
+    keep: int = Field(2, ge=1, description="Newest complete checkpoints that are kept.")
+
+
+class SftConfig(Section):
+    """Fine-tuning on the environment's demonstrations before RL; actor and critic both start from its result."""
+
+    steps: int = Field(gt=0, description="Optimizer steps.")
+    batch_size: int = Field(64, ge=1, description="Demonstrations per step.")
+    demonstrations: int = Field(16384, ge=1, description="Size of the demonstration set.")
+    optimizer: OptimizerConfig = Field(description="Fine-tuning optimizer.")

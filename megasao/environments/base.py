@@ -1,0 +1,81 @@
+"""What an environment is: it hands out prompts by index, and answers a model's turns with observations.
+
+Invariants:
+- a prompt is a pure function of (options, split, index): the same on every machine and after every resume;
+- ``train`` and ``eval`` prompts are disjoint as problems, not only as indices;
+- an environment reads the text of an action but never changes its ids; it returns observation text, which is
+  tokenised on its own (token in, token out);
+- a failure of the environment itself raises EnvironmentFailure: it is never a reward.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem. ``payload`` is what the environment needs to run it (plain data)."""
+
+    prompt_id: str
+    task: str
+    text: str
+    payload: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Answer to one turn. ``observation`` is empty when the episode is over."""
+
+    observation: str
+    reward: float
+    done: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DemonstrationTurn:
+    """A piece of a demonstration: text, and whether the model should learn to produce it."""
+
+    text: str
+    is_action: bool
+
+
+class EnvironmentFailure(RuntimeError):
+    """The environment broke; the episode is excluded with this reason."""
+
+
+class Episode(ABC):
+    """One running problem."""
+
+    @abstractmethod
+    async def step(self, action_text: str) -> StepResult:
+        """Take the model's turn (text of its ids, stop token included)."""
+
+    async def close(self) -> None:  # noqa: B027 - most episodes hold nothing
+        """Release what the episode holds."""
+
+
+class Environment(ABC):
+    """A task family."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def stop_strings(self) -> tuple[str, ...]:
+        """Single tokens that end the model's turn."""
+
+    @abstractmethod
+    def prompt(self, split: Split, index: int) -> Prompt:
+        """The problem with this index; ValueError below 0."""
+
+    @abstractmethod
+    def start(self, prompt: Prompt, seed: int) -> Episode:
+        """Begin an episode."""
+
+    @abstractmethod
+    def demonstration(self, index: int, seed: int) -> list[DemonstrationTurn]:
+        """A demonstration on a training problem, for fine-tuning."""

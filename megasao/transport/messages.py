@@ -1,0 +1,238 @@
+"""The messages between controller, rollout workers and trainer: msgpack structs, never pickle.
+
+A message on the wire is two frames: a tagged struct, and a payload (Arrow IPC bytes, or empty).
+
+Invariants:
+- every message from a worker that must not be lost carries a sequence number and is answered by an ``Ack``;
+- an ``Ack`` for trajectories is sent only after they are in the journal;
+- a message that cannot be decoded or that breaks a rule is answered by ``Refused`` with the reason.
+"""
+
+from typing import Any
+
+import msgspec
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """Permission, and duty, to run one episode."""
+
+    lease_id: str
+    prompt_id: str
+    group_id: str
+    split: str
+    """``train`` or ``eval``: which stream of the environment ``prompt_index`` counts in."""
+    prompt_index: int
+    task: str
+    seed: int
+    temperature: float
+    """Sampling temperature; 0 is greedy."""
+    min_version: int
+    """Generation must not start with older weights than this."""
+    evaluation_id: str | None = None
+    """Set for evaluation episodes; their result is an ``EvaluationResult``, never a trajectory."""
+    want_logprobs: bool = True
+
+
+# worker -> controller
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """First message of a peer, repeated after a reconnection."""
+
+    peer: str
+    role: str
+    """``rollout`` or ``trainer``."""
+    active_leases: list[str] = []
+
+
+class Credit(msgspec.Struct, tag=True, frozen=True):
+    """``free``: how many more episodes this worker can take now (absolute, not an increment)."""
+
+    free: int
+    weight_version: int
+
+
+class Trajectories(msgspec.Struct, tag=True, frozen=True):
+    """Finished training episodes; the payload is one Arrow IPC stream of the trajectory schema."""
+
+    seq: int
+    lease_ids: list[str]
+
+
+class EvaluationResult(msgspec.Struct, tag=True, frozen=True):
+    """One finished evaluation episode."""
+
+    seq: int
+    lease_id: str
+    evaluation_id: str
+    prompt_id: str
+    reward: float
+    action_tokens: int
+    total_tokens: int
+    truncated: bool
+    oldest_version: int
+    newest_version: int
+
+
+class Failure(msgspec.Struct, tag=True, frozen=True):
+    """An episode that failed for a reason outside the policy: never a reward of 0."""
+
+    seq: int
+    lease_id: str
+    reason: str
+    detail: str = ""
+
+
+class Heartbeat(msgspec.Struct, tag=True, frozen=True):
+    """Sign of life with counters of this worker (monotone totals, or gauges named so)."""
+
+    stats: dict[str, float]
+
+
+# controller -> worker
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True):
+    """Answer to ``Hello``; the names the sender must forget are ``unknown_leases``."""
+
+    run: str
+    unknown_leases: list[str] = []
+
+
+class Leases(msgspec.Struct, tag=True, frozen=True):
+    """Granted leases."""
+
+    leases: list[Lease]
+
+
+class Ack(msgspec.Struct, tag=True, frozen=True):
+    """``seq`` is durable. ``refused`` names rows that were not accepted, with reasons."""
+
+    seq: int
+    refused: dict[str, str] = {}
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """The last message was not understood or not allowed; the sender goes on."""
+
+    reason: str
+    seq: int | None = None
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """The run is over: finish nothing, exit cleanly."""
+
+    reason: str
+
+
+# trainer -> controller (strict request / reply)
+
+
+class BatchRequest(msgspec.Struct, tag=True, frozen=True):
+    """The trainer at weight ``version`` wants the batch of training ``step`` (from 0).
+
+    Repeating a request for the same step returns the same batch.
+    """
+
+    step: int
+    version: int
+
+
+class FetchRequest(msgspec.Struct, tag=True, frozen=True):
+    """Payload of trajectories by id; answered by ``Fetched`` with an Arrow IPC stream in this order."""
+
+    trajectory_ids: list[str]
+
+
+class StateRequest(msgspec.Struct, tag=True, frozen=True):
+    """The controller's part of the checkpoint taken after ``step`` finished steps."""
+
+    step: int
+
+
+class EvaluateRequest(msgspec.Struct, tag=True, frozen=True):
+    """Start evaluations (greedy, and sampled if configured) with at least this version, in the background."""
+
+    step: int
+    version: int
+    final: bool = False
+
+
+class StatusRequest(msgspec.Struct, tag=True, frozen=True):
+    """Ask for counters and unfinished evaluations."""
+
+
+class CheckpointSaved(msgspec.Struct, tag=True, frozen=True):
+    """The checkpoint after ``step`` is complete on disk: earlier rollback points may be forgotten."""
+
+    step: int
+
+
+class FinishRequest(msgspec.Struct, tag=True, frozen=True):
+    """Training is over: stop the workers and exit."""
+
+    reason: str
+
+
+# controller -> trainer
+
+
+class ManifestEntry(msgspec.Struct, frozen=True):
+    """What the trainer must know of a trajectory to plan a step without its payload."""
+
+    trajectory_id: str
+    tokens: int
+    action_tokens: int
+    oldest_version: int
+    newest_version: int
+    reward: float
+
+
+class Manifest(msgspec.Struct, tag=True, frozen=True):
+    """The batch of ``step``. ``rollout`` holds metrics of the rollout side since the last manifest."""
+
+    step: int
+    entries: list[ManifestEntry]
+    rollout: dict[str, float]
+
+
+class Waiting(msgspec.Struct, tag=True, frozen=True):
+    """The batch is not complete yet; ask again."""
+
+    have: int
+    need: int
+    detail: str
+
+
+class Fetched(msgspec.Struct, tag=True, frozen=True):
+    """Answer to ``FetchRequest``."""
+
+    count: int
+
+
+class State(msgspec.Struct, tag=True, frozen=True):
+    """Answer to ``StateRequest``: plain data for the checkpoint's controller.json."""
+
+    state: dict[str, Any]
+
+
+class Status(msgspec.Struct, tag=True, frozen=True):
+    """Answer to ``StatusRequest``, ``EvaluateRequest``, ``CheckpointSaved`` and ``FinishRequest``."""
+
+    counters: dict[str, float]
+    open_evaluations: list[str]
+
+
+FromWorker = Hello | Credit | Trajectories | EvaluationResult | Failure | Heartbeat
+ToWorker = Welcome | Leases | Ack | Refused | Stop
+FromTrainer = (
+    Hello
+    | BatchRequest
+    | FetchRequest
+    | StateRequest
+    | EvaluateRequest
+    | StatusRequest
+    | CheckpointSaved
+    | FinishRequest
+)
+ToTrainer = Welcome | Manifest | Waiting | Fetched | State | Status | Refused
