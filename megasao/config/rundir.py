@@ -1,0 +1,115 @@
+"""Where a run keeps its files, and how its processes find each other."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megasao.config.root import Config
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` so that a reader, or a crash, sees the old or the new file and nothing between."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Addresses of a run, fixed before its first process starts so that any of them may restart."""
+
+    controller: str
+    weights: str
+    torch_host: str
+    torch_port: int
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The directory of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def journal(self) -> Path:
+        """Trajectories and the ledger of their consumption, written by the controller only."""
+        return self.path / "journal"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One directory per checkpoint, and the pointer ``latest``."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """JSON lines, one file per role."""
+        return self.path / "metrics"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def evaluations(self) -> Path:
+        """JSON lines, one per finished evaluation, written by the controller."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def examples(self) -> Path:
+        """Example trajectories with the trainer's numbers, JSON lines, one file per step."""
+        return self.path / "examples"
+
+    @property
+    def logs(self) -> Path:
+        """Standard output and error of each process."""
+        return self.path / "logs"
+
+    @property
+    def keys(self) -> Path:
+        """CURVE keys of this run, readable by its owner only."""
+        return self.path / "keys"
+
+    @property
+    def sft(self) -> Path:
+        """Hugging Face checkpoint that fine-tuning wrote; complete once it holds a file ``COMPLETE``."""
+        return self.path / "sft"
+
+    @property
+    def final_policy(self) -> Path:
+        """Hugging Face checkpoint of the actor at the end of the run."""
+        return self.path / "policy"
+
+    def policy_path(self, config: Config) -> Path:
+        """The checkpoint that RL starts from (version 0): fine-tuning's result, or ``model.path``."""
+        return self.sft if config.sft is not None else Path(config.model.path)
+
+    def create(self) -> None:
+        """Make the directory tree."""
+        for directory in (
+            self.path,
+            self.journal,
+            self.checkpoints,
+            self.metrics,
+            self.tensorboard,
+            self.examples,
+            self.logs,
+        ):
+            directory.mkdir(parents=True, exist_ok=True)
+
+    def write_endpoints(self, endpoints: Endpoints) -> None:
+        """Record the addresses."""
+        write_atomically(self.path / "endpoints.json", json.dumps(asdict(endpoints), indent=2))
+
+    def read_endpoints(self) -> Endpoints:
+        """The recorded addresses; FileNotFoundError if the run was never launched."""
+        return Endpoints(**json.loads((self.path / "endpoints.json").read_text(encoding="utf-8")))
