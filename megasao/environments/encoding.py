@@ -1,0 +1,58 @@
+"""Text to ids and back by a checkpoint's own ``tokenizer.json``, without torch or transformers.
+
+Invariants: no special token is added; a character that the vocabulary lacks is an error that names it, never an
+unknown-token id.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+
+class TokenizerCodec:
+    """Encodes observations and decodes actions."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read ``directory/tokenizer.json``; FileNotFoundError or ValueError names the file."""
+        path = Path(directory) / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file; a checkpoint directory with a tokenizer.json is expected")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{path}: not a tokenizer file: {error}") from error
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
+        self._unknown_id = self._tokenizer.token_to_id(unknown) if unknown else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of ``text`` alone; ValueError names characters that the vocabulary lacks."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        if self._unknown_id is not None and self._unknown_id in encoding.ids:
+            spans = zip(encoding.ids, encoding.offsets, strict=True)
+            missing = sorted({text[start:end] for token, (start, end) in spans if token == self._unknown_id})
+            raise ValueError(f"the tokenizer has no token for {', '.join(map(repr, missing))} in {text!r}")
+        return list(encoding.ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, special tokens included; ValueError for an id outside the vocabulary."""
+        for token in ids:
+            if self._tokenizer.id_to_token(token) is None:
+                raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size} tokens")
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def token_text(self, token: int) -> str:
+        """The text of one id."""
+        return self.decode([token])
+
+    def single_token(self, text: str) -> int:
+        """The id of a text that must be exactly one token, such as a stop string; else ValueError."""
+        ids = self.encode(text)
+        if len(ids) != 1:
+            raise ValueError(f"{text!r} must be one token of the checkpoint's tokenizer, but it is {len(ids)}: {ids}")
+        return ids[0]

@@ -1,0 +1,46 @@
+"""Strict reading of an environment's options into its dataclass.
+
+Invariants: an unknown option is refused by name with the nearest known one; a value of the wrong kind is refused
+(an int is a float, a bool is neither an int nor a float).
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_type_hints
+
+Options = TypeVar("Options")
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """`` (did you mean 'x'?)`` for the known word nearest to ``word``, or an empty string when none is near."""
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def read_options(kind: type[Options], values: Mapping[str, Any], *, owner: str) -> Options:
+    """Build ``kind`` (a dataclass of int, float, bool and str fields with defaults) from ``values``.
+
+    Raises ValueError naming ``owner``, the option, what was expected and what was given.
+    """
+    types = get_type_hints(kind)
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name, value in values.items():
+        if name not in types:
+            raise ValueError(
+                f"environment.options.{name}: environment {owner!r} has no such option{nearest(name, known)}; "
+                f"it has {', '.join(sorted(known))}"
+            )
+        if not _fits(value, types[name]):
+            raise ValueError(
+                f"environment.options.{name}: expected {types[name].__name__}, got {type(value).__name__} {value!r}"
+            )
+    return kind(**values)
+
+
+def _fits(value: object, kind: type) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)

@@ -1,0 +1,28 @@
+"""Environments by name.
+
+Invariant: a name or an option that nobody reads is refused with the nearest right one, before anything starts.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megasao.config.rollout import EnvironmentConfig
+from megasao.environments.base import Environment
+from megasao.environments.calculator import CalculatorEnvironment
+from megasao.environments.options import nearest
+
+_ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
+    CalculatorEnvironment.name: CalculatorEnvironment.from_options,
+}
+
+
+def make_environment(config: EnvironmentConfig) -> Environment:
+    """The environment that ``config`` names; ValueError for an unknown name or a bad option."""
+    factory = _ENVIRONMENTS.get(config.name)
+    if factory is None:
+        known = sorted(_ENVIRONMENTS)
+        raise ValueError(
+            f"environment.name: unknown environment {config.name!r}{nearest(config.name, known)}; "
+            f"known are {', '.join(known)}"
+        )
+    return factory(config.options)
