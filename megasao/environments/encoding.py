@@ -13,17 +13,21 @@ from tokenizers import Tokenizer
 class TokenizerCodec:
     """Encodes observations and decodes actions."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        unknown = getattr(tokenizer.model, "unk_token", None)
+        self._unknown_id = tokenizer.token_to_id(unknown) if unknown else None
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> "TokenizerCodec":
         """Read ``directory/tokenizer.json``; FileNotFoundError or ValueError names the file."""
         path = Path(directory) / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file; a checkpoint directory with a tokenizer.json is expected")
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
+            return cls(Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path}: not a tokenizer file: {error}") from error
-        unknown = getattr(self._tokenizer.model, "unk_token", None)
-        self._unknown_id = self._tokenizer.token_to_id(unknown) if unknown else None
 
     @property
     def vocab_size(self) -> int:
