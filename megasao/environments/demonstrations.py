@@ -1,26 +1,33 @@
-"""Demonstrations as trajectories for fine-tuning.
+"""Demonstrations as token ids for fine-tuning.
 
 Invariants: pieces are tokenised one by one, exactly as a rollout does, so fine-tuning and rollouts see the same ids;
 only what the demonstrator says is an action; none is longer than ``max_tokens``.
 """
 
+from typing import NamedTuple
+
 from megasao.environments.base import DemonstrationTurn, Environment
 from megasao.environments.encoding import TokenizerCodec
-from megasao.trajectories.schema import Trajectory
+
+
+class Demonstration(NamedTuple):
+    """``tokens`` [T] and ``action_mask`` [T]: True where the model learns to produce the token."""
+
+    tokens: list[int]
+    action_mask: list[bool]
 
 
 def demonstration_trajectories(
     environment: Environment, codec: TokenizerCodec, count: int, seed: int, *, max_tokens: int
-) -> list[Trajectory]:
+) -> list[Demonstration]:
     """``count`` demonstrations, a pure function of (environment options, seed); too long ones are passed over.
 
-    Only ``tokens``, ``action_mask`` and ``turn_starts`` mean something in them. ValueError if more than half of
-    them are longer than ``max_tokens``.
+    ValueError if more than half of them are longer than ``max_tokens``.
     """
-    found: list[Trajectory] = []
+    found: list[Demonstration] = []
     index = 0
     while len(found) < count:
-        demonstration = encode_demonstration(environment.demonstration(index, seed), codec, f"demonstration/{index}")
+        demonstration = encode_demonstration(environment.demonstration(index, seed), codec)
         index += 1
         if len(demonstration.tokens) <= max_tokens:
             found.append(demonstration)
@@ -32,26 +39,12 @@ def demonstration_trajectories(
     return found
 
 
-def encode_demonstration(turns: list[DemonstrationTurn], codec: TokenizerCodec, name: str) -> Trajectory:
-    """Token ids, action mask and turn starts of one demonstration."""
+def encode_demonstration(turns: list[DemonstrationTurn], codec: TokenizerCodec) -> Demonstration:
+    """Token ids and action mask of one demonstration."""
     tokens: list[int] = []
     action_mask: list[bool] = []
-    turn_starts: list[int] = []
     for turn in turns:
         ids = codec.encode(turn.text)
-        if turn.is_action:
-            turn_starts.append(len(tokens))
         tokens += ids
         action_mask += [turn.is_action] * len(ids)
-    return Trajectory(
-        trajectory_id=name,
-        prompt_id=name,
-        group_id=name,
-        task="demonstration",
-        tokens=tokens,
-        action_mask=action_mask,
-        rewards=[0.0] * len(tokens),
-        weight_versions=[(0, 0)],
-        turn_starts=turn_starts,
-        finish_reason="done",
-    )
+    return Demonstration(tokens, action_mask)
