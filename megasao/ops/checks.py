@@ -1,0 +1,61 @@
+"""Argument checks shared by the ops: every error names the argument, what was expected and what was given."""
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float64)
+
+
+def check_flat(
+    name: str, tensor: Tensor, *, length: int, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    """``tensor`` is one-dimensional, of ``length`` elements, of one of ``dtypes``, on ``device``; else ValueError."""
+    if tensor.shape != (length,):
+        raise ValueError(f"{name}: expected shape [{length}], got {list(tensor.shape)}; pass flat packed tensors")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name}: expected dtype {expected}, got {tensor.dtype}; convert it before the call")
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {tensor.device}; move it before the call")
+
+
+def check_same_floats(**tensors: Tensor) -> int:
+    """All tensors are [T] of the same float dtype (float32 or float64) and device; returns T."""
+    (first_name, first), *others = tensors.items()
+    if first.dim() != 1:
+        raise ValueError(f"{first_name}: expected shape [T], got {list(first.shape)}; pass flat packed tensors")
+    check_flat(first_name, first, length=first.numel(), dtypes=FLOATS, device=first.device)
+    for name, tensor in others:
+        check_flat(name, tensor, length=first.numel(), dtypes=(first.dtype,), device=first.device)
+    return first.numel()
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> int:
+    """``cu_seqlens`` is int32 [B+1], starts at 0, never decreases and ends at ``tokens``; returns B."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(f"cu_seqlens: expected shape [B+1], got {list(cu_seqlens.shape)}")
+    if cu_seqlens.dtype != torch.int32:
+        raise ValueError(f"cu_seqlens: expected dtype torch.int32, got {cu_seqlens.dtype}")
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise ValueError(f"cu_seqlens: expected cu_seqlens[0] = 0, got {bounds[0]}")
+    if bounds[-1] != tokens:
+        raise ValueError(f"cu_seqlens: expected cu_seqlens[-1] = {tokens} (all tokens), got {bounds[-1]}")
+    for index, (left, right) in enumerate(pairwise(bounds), start=1):
+        if left > right:
+            raise ValueError(f"cu_seqlens: expected bounds that never decrease, got {left} then {right} at {index}")
+    return len(bounds) - 1
+
+
+def clamped_denominator(denominator: Tensor | float, like: Tensor) -> Tensor | float:
+    """``denominator`` (a number or a 0-d tensor), at least 1e-8, so that a batch without tokens gives 0 and not NaN."""
+    if isinstance(denominator, Tensor):
+        if denominator.dim() != 0:
+            raise ValueError(f"denominator: expected a number or a 0-d tensor, got shape {list(denominator.shape)}")
+        return denominator.detach().to(device=like.device, dtype=like.dtype).clamp_min(1e-8)
+    if not math.isfinite(denominator) or denominator < 0:
+        raise ValueError(f"denominator: expected a finite number >= 0, got {denominator}")
+    return max(float(denominator), 1e-8)
