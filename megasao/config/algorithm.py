@@ -1,6 +1,6 @@
 """The RL algorithm: objective, advantage estimator, loss denominator."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -20,7 +20,7 @@ class SkipObservationGae(Section):
 
     name: Literal["skip_observation_gae"] = Field("skip_observation_gae", description="Skip-observation GAE.")
     gamma: float = Field(1.0, gt=0, le=1, description="Discount per action token.")
-    policy_lambda: float | Literal["length_adaptive"] = Field(
+    policy_lambda: Annotated[float, Field(ge=0, le=1)] | Literal["length_adaptive"] = Field(
         "length_adaptive",
         description="GAE lambda of the policy: a number in [0, 1], or length_adaptive = 1 - 1/(alpha * l).",
     )

@@ -4,6 +4,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A config section. Unknown keys are errors; values are never coerced between kinds (``"3"`` is not 3)."""
+    """A config section: unknown keys are errors, ``"3"`` is not 3 (no coercion), and numbers are finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)

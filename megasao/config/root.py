@@ -4,6 +4,8 @@ from pydantic import Field, model_validator
 
 from megasao.config.algorithm import AlgorithmConfig
 from megasao.config.base import Section
+from megasao.config.combinations import impossible_combinations
+from megasao.config.errors import CombinationError
 from megasao.config.model import ModelConfig, ParallelConfig
 from megasao.config.rollout import (
     BufferConfig,
@@ -54,10 +56,8 @@ class Config(Section):
     sft: SftConfig | None = Field(None, description="Fine-tuning before RL; null starts from model.path as it is.")
 
     @model_validator(mode="after")
-    def _batch_fits_buffer(self) -> "Config":
-        if self.loop.batch_size > self.buffer.max_trajectories:
-            raise ValueError(
-                f"loop.batch_size = {self.loop.batch_size} cannot be collected in a buffer of "
-                f"buffer.max_trajectories = {self.buffer.max_trajectories}"
-            )
+    def _can_work(self) -> "Config":
+        problems = impossible_combinations(self)
+        if problems:
+            raise CombinationError(problems)
         return self

@@ -1,0 +1,132 @@
+"""Combinations of fields that are fine alone and cannot work together; refused before anything starts.
+
+Each rule is one function from the config to the problems it sees. What needs the model's own files is in
+``model_check.py``.
+"""
+
+import ipaddress
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from megasao.config.errors import Problem
+from megasao.config.training import OptimizerConfig
+
+if TYPE_CHECKING:
+    from megasao.config.root import Config
+
+
+def is_loopback(host: str) -> bool:
+    """True if sockets bound to ``host`` cannot be reached from another machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def batch(config: "Config") -> Iterator[Problem]:
+    """A batch must be able to exist, and must teach the critic something."""
+    size, room = config.loop.batch_size, config.buffer.max_trajectories
+    if size == 1:
+        reason = (
+            "with one trajectory a step the critic cannot learn: it fits the one return it sees, and the explained "
+            "variance of a single trajectory says nothing; use at least 2 (the paper uses 128)"
+        )
+        yield Problem("loop.batch_size", reason)
+    if size > room:
+        reason = f"a batch of {size} cannot be collected in a buffer of buffer.max_trajectories = {room}"
+        yield Problem("loop.batch_size", f"{reason}; enlarge the buffer or shrink the batch")
+
+
+def steps(config: "Config") -> Iterator[Problem]:
+    """Some steps must be left for the actor after the critic's warm-up."""
+    warmup, total = config.critic.warmup_steps, config.loop.steps
+    if warmup >= total:
+        reason = f"{warmup} warm-up steps of loop.steps = {total} leave no step in which the actor is trained"
+        yield Problem("critic.warmup_steps", f"{reason}; use more steps or a shorter warm-up")
+
+
+def schedules(config: "Config") -> Iterator[Problem]:
+    """Every learning rate must reach its peak before it falls, and before the end."""
+    yield from _schedule("actor.optimizer", config.actor.optimizer, config.loop.steps, "loop.steps")
+    yield from _schedule("critic.optimizer", config.critic.optimizer, config.loop.steps, "loop.steps")
+    if config.sft is not None:
+        yield from _schedule("sft.optimizer", config.sft.optimizer, config.sft.steps, "sft.steps")
+
+
+def _schedule(path: str, optimizer: OptimizerConfig, total: int, total_name: str) -> Iterator[Problem]:
+    warmup, decay = optimizer.warmup_steps, optimizer.decay_start
+    if warmup >= total:
+        reason = f"{warmup} warm-up steps of {total_name} = {total}: the learning rate never reaches its peak"
+        yield Problem(f"{path}.warmup_steps", f"{reason}; shorten the warm-up")
+    elif decay is not None and warmup > decay * total:
+        reason = (
+            f"decay begins at step {decay * total:g} (decay_start = {decay:g} of {total_name} = {total}), before the "
+            f"warm-up of {warmup} steps ends; start the decay later or shorten the warm-up"
+        )
+        yield Problem(f"{path}.decay_start", reason)
+
+
+def lengths(config: "Config") -> Iterator[Problem]:
+    """A turn fits an episode, and an episode fits a packed row."""
+    turn, episode, row = (
+        config.environment.max_turn_tokens,
+        config.environment.max_tokens,
+        config.trainer.token_budget,
+    )
+    if turn > episode:
+        reason = f"one turn of {turn} tokens is longer than a whole episode, environment.max_tokens = {episode}"
+        yield Problem("environment.max_turn_tokens", reason)
+    if row < episode:
+        reason = f"an episode of environment.max_tokens = {episode} does not fit a packed row of {row} tokens"
+        yield Problem("trainer.token_budget", f"{reason}; use a budget of at least {episode}")
+
+
+def waits(config: "Config") -> Iterator[Problem]:
+    """An outer wait must be longer than what it waits for."""
+    episode = config.environment.episode_timeout_s
+    if config.buffer.lease_timeout_s < episode:
+        reason = (
+            f"leases would go back after {config.buffer.lease_timeout_s:g} s while an episode may still run: "
+            f"environment.episode_timeout_s = {episode:g}; make the lease at least as long"
+        )
+        yield Problem("buffer.lease_timeout_s", reason)
+    if config.loop.batch_timeout_s < episode:
+        reason = (
+            f"the run would fail after {config.loop.batch_timeout_s:g} s while an episode may still run: "
+            f"environment.episode_timeout_s = {episode:g}; make the wait at least as long"
+        )
+        yield Problem("loop.batch_timeout_s", reason)
+    if config.transport.dead_after_s < 2 * config.transport.heartbeat_s:
+        reason = (
+            f"a live peer would count as dead: it sends a heartbeat every transport.heartbeat_s = "
+            f"{config.transport.heartbeat_s:g} s; allow at least two"
+        )
+        yield Problem("transport.dead_after_s", reason)
+
+
+def exposure(config: "Config") -> Iterator[Problem]:
+    """Sockets that other machines can reach are authenticated."""
+    host = config.transport.host
+    if not is_loopback(host) and not config.transport.curve:
+        reason = (
+            f"{host} can be reached from other machines and transport.curve is false: anyone there could send "
+            "trajectories or weights; set transport.curve=true or bind to 127.0.0.1"
+        )
+        yield Problem("transport.host", reason)
+
+
+RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
+    batch,
+    steps,
+    schedules,
+    lengths,
+    waits,
+    exposure,
+)
+
+
+def impossible_combinations(config: "Config") -> list[Problem]:
+    """Everything in ``config`` that cannot work, all rules at once."""
+    return [problem for rule in RULES for problem in rule(config)]

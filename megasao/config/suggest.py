@@ -1,0 +1,85 @@
+"""The nearest right key for a wrong one.
+
+Invariants:
+- a key that is one typing slip (insert, drop, change, swap) away from keys of its section gets exactly those keys;
+- a key that belongs to another section gets its full path there.
+"""
+
+import difflib
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from megasao.config.document import KeyPath, dotted
+
+MOST_SHOWN = 3
+
+
+def one_slip_apart(left: str, right: str) -> bool:
+    """True if one insertion, deletion, substitution or swap of neighbours turns ``left`` into ``right`` (or none)."""
+    start = 0
+    while start < min(len(left), len(right)) and left[start] == right[start]:
+        start += 1
+    a, b = left[start:], right[start:]
+    if a == b:
+        return True
+    swapped = len(a) > 1 and len(b) > 1 and a[0] == b[1] and a[1] == b[0] and a[2:] == b[2:]
+    return swapped or a[1:] == b[1:] or a[1:] == b or a == b[1:]
+
+
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """The config sections that a field's annotation allows."""
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [section for part in get_args(annotation) for section in sections_of(part)]
+
+
+def sections_at(root: type[BaseModel], path: KeyPath) -> list[type[BaseModel]]:
+    """The sections that may stand at ``path``; empty where it is not a section."""
+    found = [root]
+    for name in path:
+        fields = [section.model_fields[str(name)] for section in found if str(name) in section.model_fields]
+        found = [section for field in fields for section in sections_of(field.annotation)]
+    return found
+
+
+def keys_at(root: type[BaseModel], path: KeyPath) -> list[str]:
+    """The keys allowed in the section at ``path``, in order of definition."""
+    return list(dict.fromkeys(key for section in sections_at(root, path) for key in section.model_fields))
+
+
+def all_paths(root: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    """Every field of the config tree, sections included."""
+    for name, field in root.model_fields.items():
+        yield (*prefix, name)
+        for section in sections_of(field.annotation):
+            yield from all_paths(section, (*prefix, name))
+
+
+def suggest(root: type[BaseModel], path: KeyPath) -> list[str]:
+    """Dotted paths that the unknown key ``path`` was most likely meant to be, best first; may be empty."""
+    section, key = path[:-1], str(path[-1])
+    here = keys_at(root, section)
+    plain = key.strip().lower().replace("-", "_")
+    close = [name for name in here if plain == name or one_slip_apart(key, name) or one_slip_apart(plain, name)]
+    if close:
+        return [dotted((*section, name)) for name in close]
+    elsewhere = [other for other in dict.fromkeys(all_paths(root)) if other[-1] == plain]
+    if not elsewhere:
+        near = difflib.get_close_matches(plain, here, n=1)
+        if near:
+            return [dotted((*section, name)) for name in near]
+        elsewhere = [other for other in dict.fromkeys(all_paths(root)) if one_slip_apart(plain, str(other[-1]))]
+    elsewhere.sort(key=lambda other: (-_shared(other, path), len(other)))
+    return [dotted(other) for other in elsewhere[:MOST_SHOWN]]
+
+
+def _shared(left: KeyPath, right: KeyPath) -> int:
+    """Length of the common beginning of two paths."""
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
