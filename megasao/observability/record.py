@@ -1,0 +1,122 @@
+"""Everything a run left behind that the summary and the report show, read once.
+
+Invariants:
+- an evaluation that was run again after a resume counts once, with its last result;
+- an evaluation of a step that the trainer's metrics (after a resume) no longer reach is still listed: its label is
+  the weight version that produced its tokens, which stays true;
+- drops and failures are totals of the whole run by reason, never shares of an interval.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from megasao.config.rundir import RunDirectory
+from megasao.observability.examples import read_examples
+from megasao.observability.jsonl import Row, read_metrics, read_rows
+
+EXCLUDED = ("dropped", "failures", "refused", "given_up", "duplicates")
+"""First part of the metric names (behind ``rollout/``) that count trajectories that were not trained on."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The files of one run, parsed. Rows are plain dictionaries with ``step`` and ``time``."""
+
+    run: RunDirectory
+    config: dict[str, Any]
+    trainer: list[Row]
+    controller: list[Row]
+    sft: list[Row]
+    evaluations: list[Row]
+
+    def examples(self) -> list[Row]:
+        """Example trajectories, by step (read when asked: they are the largest part)."""
+        return read_examples(self.run)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps the run was asked for; 0 if its config is missing."""
+        loop = self.config.get("loop")
+        return int(loop.get("steps", 0)) if isinstance(loop, dict) else 0
+
+
+def load_record(run: RunDirectory) -> RunRecord:
+    """Read a run directory, finished or not; ValueError if it is not there or holds nothing of a run."""
+    if not run.path.is_dir():
+        raise ValueError(f"no run directory at {run.path}: expected the directory <run.directory>/<run.name> of a run")
+    record = RunRecord(
+        run,
+        _read_config(run),
+        read_metrics(run.metrics / "trainer.jsonl"),
+        read_rows(run.metrics / "controller.jsonl"),
+        read_metrics(run.metrics / "sft.jsonl"),
+        read_evaluations(run),
+    )
+    if not (record.trainer or record.sft or record.evaluations):
+        raise ValueError(
+            f"{run.path} has no metrics: expected {run.metrics / 'trainer.jsonl'} (written from the first training "
+            f"step on), {run.metrics / 'sft.jsonl'} or {run.evaluations}. "
+            "Is this a run directory, and did the run start?"
+        )
+    return record
+
+
+def read_evaluations(run: RunDirectory) -> list[Row]:
+    """Finished evaluations by step, greedy before sampled, each id once (its last line)."""
+    rows = [row for row in read_rows(run.evaluations) if isinstance(row.get("step"), int) and row.get("mode")]
+    last = {row.get("evaluation_id", f"{row['step']}/{row['mode']}"): row for row in rows}
+    return sorted(last.values(), key=lambda row: (row["step"], str(row["mode"])))
+
+
+def by_mode(evaluations: list[Row], mode: str) -> list[Row]:
+    """Evaluations of one mode with a known success."""
+    return [row for row in evaluations if row["mode"] == mode and row.get("success") is not None]
+
+
+def version_label(row: Row) -> str:
+    """``v12``, or ``v12-13`` where an evaluation's tokens came from more than one version."""
+    oldest, newest = row.get("oldest_version"), row.get("newest_version")
+    if oldest is None and newest is None:
+        return "-"
+    return f"v{newest}" if oldest in (None, newest) else f"v{oldest}-{newest}"
+
+
+def exclusions(record: RunRecord) -> dict[str, float]:
+    """Trajectories that were not trained on, by reason: the totals last reported, without zeros."""
+    totals: dict[str, float] = {}
+    for rows, prefix in ((record.trainer, "rollout/"), (record.controller, "")):
+        for row in rows:
+            for name, value in row.items():
+                reason = name.removeprefix(prefix)
+                if isinstance(value, int | float) and reason.split("/")[0] in EXCLUDED:
+                    totals[reason] = value
+    return {reason: value for reason, value in sorted(totals.items()) if value}
+
+
+def column(rows: list[Row], name: str) -> list[float]:
+    """Values of one metric in order, without nulls."""
+    return [row[name] for row in rows if isinstance(row.get(name), int | float)]
+
+
+def mean(values: list[float]) -> float | None:
+    """Arithmetic mean, None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
+def seconds_of(rows: list[Row]) -> float | None:
+    """Wall time from the first to the last line, plus the first step's own duration where known."""
+    times = column(rows, "time")
+    if not times:
+        return None
+    first = rows[0].get("time/step")
+    return times[-1] - times[0] + (first if isinstance(first, int | float) else 0.0)
+
+
+def _read_config(run: RunDirectory) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
