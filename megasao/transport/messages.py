@@ -33,6 +33,9 @@ class Lease(msgspec.Struct, frozen=True):
     want_logprobs: bool = True
 
 
+SAY_HELLO = "say Hello first"
+"""Reason in ``Refused`` to a worker that the controller does not know (it restarted, or gave the worker up)."""
+
 # worker -> controller
 
 
@@ -93,10 +96,16 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """Answer to ``Hello``; the names the sender must forget are ``unknown_leases``."""
+    """Answer to ``Hello`` and to every ``Heartbeat``; the names the receiver must forget are ``unknown_leases``.
+
+    ``incarnation`` differs after each start of the controller. A worker that sees it change (or is answered
+    ``Refused`` with ``SAY_HELLO``) says ``Hello`` again, then ``Credit``, and resends what has not been acked.
+    A ``Welcome`` may also come unasked, to take leases back.
+    """
 
     run: str
     unknown_leases: list[str] = []
+    incarnation: str = ""
 
 
 class Leases(msgspec.Struct, tag=True, frozen=True):
@@ -186,6 +195,8 @@ class ManifestEntry(msgspec.Struct, frozen=True):
     oldest_version: int
     newest_version: int
     reward: float
+    truncated: bool = False
+    """The episode ran out of turns or tokens."""
 
 
 class Manifest(msgspec.Struct, tag=True, frozen=True):
