@@ -1,6 +1,32 @@
-"""One trajectory, as a dataclass and as an Arrow row (DESIGN section 5)."""
+"""One trajectory, as a dataclass and as an Arrow row.
+
+Invariants:
+- ``from_batch(to_batch(t)) == t`` for every valid trajectory whose log-probs and rewards are float32 numbers;
+- log-probs at observation tokens are 0 on both sides, whatever they were (NaN included).
+"""
 
 from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from megasao.trajectories.columns import SCHEMA, SCHEMA_VERSION, check_columns, conform
+from megasao.trajectories.ipc import from_ipc, to_ipc
+from megasao.trajectories.validation import select_rows, validate, validate_rows
+
+__all__ = [
+    "SCHEMA",
+    "SCHEMA_VERSION",
+    "Trajectory",
+    "check_columns",
+    "conform",
+    "from_batch",
+    "from_ipc",
+    "select_rows",
+    "to_batch",
+    "to_ipc",
+    "validate",
+    "validate_rows",
+]
 
 
 @dataclass(frozen=True)
@@ -41,3 +67,34 @@ class Trajectory:
     def newest_version(self) -> int:
         """The version of the last weights that produced a token."""
         return max(version for _, version in self.weight_versions)
+
+
+def to_batch(trajectories: list[Trajectory]) -> pa.RecordBatch:
+    """Rows in the order given, with the columns of SCHEMA. ValueError where a value does not fit its column."""
+    rows = [_to_row(trajectory) for trajectory in trajectories]
+    try:
+        batch = pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        raise ValueError(f"a trajectory does not fit the schema: {error}") from error
+    return conform(batch)
+
+
+def from_batch(batch: pa.RecordBatch) -> list[Trajectory]:
+    """The trajectories of ``batch``, in order. ValueError naming column and row where it is not valid."""
+    validate(batch)
+    return [_from_row(row) for row in conform(batch).to_pylist()]
+
+
+def _to_row(trajectory: Trajectory) -> dict[str, object]:
+    row: dict[str, object] = {name: getattr(trajectory, name) for name in SCHEMA.names}
+    row["weight_versions"] = [{"start": start, "version": version} for start, version in trajectory.weight_versions]
+    row["metrics"] = list(trajectory.metrics.items())
+    return row
+
+
+def _from_row(row: dict[str, object]) -> Trajectory:
+    spans, metrics = row["weight_versions"], row["metrics"]
+    assert isinstance(spans, list) and isinstance(metrics, list)
+    row["weight_versions"] = [(span["start"], span["version"]) for span in spans]
+    row["metrics"] = dict(metrics)
+    return Trajectory(**row)  # type: ignore[arg-type]
