@@ -1,0 +1,158 @@
+"""The transformers model of the embedded engine: one step over many requests, and weights swapped in place.
+
+Everything here is called from the engine's one model thread, except ``stage``.
+
+Invariants, asserted by the tests:
+- the logits are those of the transformers model for each sequence alone, to fp32 rounding (checked at start too);
+- the loaded parameters equal the checkpoint's tensors under the names that weight updates use (checked at start);
+- staged weights are invisible until they are committed.
+"""
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from megasao.rollout.engines.checkpoint_names import CheckpointLayout
+from megasao.rollout.engines.sampler import SampleRow, sample
+from megasao.rollout.engines.slot_attention import ATTENTION_NAME, SlotCache, StepBatch, StepRow, register
+
+_loading = threading.Lock()
+"""from_pretrained patches global state while it runs; two engines of one process must not load at once."""
+
+_SELF_CHECK_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class ModelStep:
+    """Work of one step. ``samples[i]`` is None where row i still has tokens to prefill after this step."""
+
+    rows: Sequence[StepRow]
+    samples: Sequence[SampleRow | None]
+
+
+class EmbeddedModel:
+    """A model, its KV cache, and at most one staged set of weights."""
+
+    def __init__(self, path: Path, *, slots: int, max_tokens: int) -> None:
+        """ValueError if the checkpoint does not fit its model, or if the model cannot run on the slot cache."""
+        self.model = _load(path)
+        self.layout = CheckpointLayout(self.model)
+        self.vocab_size = int(self.model.config.get_text_config().vocab_size)
+        self.cache = SlotCache(slots, max_tokens)
+        self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
+        _check_loaded(self.layout, path)
+        self._check_forward()
+
+    @torch.inference_mode()
+    def logits(self, rows: Sequence[StepRow], wanted: Sequence[int]) -> torch.Tensor:
+        """Run ``rows`` (single-token rows first); logits [len(wanted), V] after the last token of the wanted rows."""
+        batch = StepBatch(rows, self.cache)
+        output = self.model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            logits_to_keep=batch.last[torch.tensor(wanted, dtype=torch.long)],
+            step_batch=batch,
+        )
+        return output.logits[0]
+
+    @torch.inference_mode()
+    def step(self, work: ModelStep) -> dict[int, tuple[int, float]]:
+        """Run one step; (token, log-probability) by row index where a sample was asked for."""
+        wanted = [index for index, row in enumerate(work.samples) if row is not None]
+        logits = self.logits(work.rows, wanted)
+        if not wanted:
+            return {}
+        tokens, logprobs = sample(logits, [row for row in work.samples if row is not None])
+        return {index: (token, logprob) for index, token, logprob in zip(wanted, tokens, logprobs, strict=True)}
+
+    def stage(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """Copy a complete set of checkpoint tensors; an earlier staged one is replaced. ValueError if wrong."""
+        self._staged = (version, self.layout.assemble(tensors))
+
+    def staged_version(self) -> int | None:
+        """The version that ``commit`` would make current."""
+        return None if self._staged is None else self._staged[0]
+
+    def discard(self, version: int) -> None:
+        """Forget the staged weights if they are ``version``."""
+        if self.staged_version() == version:
+            self._staged = None
+
+    @torch.no_grad()
+    def commit(self, version: int) -> None:
+        """Copy the staged weights into the live parameters."""
+        assert self._staged is not None and self._staged[0] == version
+        for name, live in self.layout.live.items():
+            live.copy_(self._staged[1][name])
+        self._staged = None
+
+    def _check_forward(self) -> None:
+        """The slot attention must compute what the model's own attention does, for this architecture too."""
+        length = min(8, self.cache.max_tokens)
+        tokens = [(7 * index + 3) % self.vocab_size for index in range(length)]
+        parts = [StepRow(0, 0, tokens[:-1])] if length > 1 else []
+        for part in parts:
+            self.logits([part], [0])
+        ours = self.logits([StepRow(0, length - 1, tokens[-1:])], [0])
+        self.model.set_attn_implementation("eager")
+        with torch.inference_mode():
+            theirs = self.model(torch.tensor([tokens]), use_cache=False).logits[0, -1:]
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        error = float((ours - theirs).abs().max())
+        if not error <= _SELF_CHECK_TOLERANCE * max(1.0, float(theirs.abs().max())):
+            raise ValueError(
+                f"the embedded engine does not support {type(self.model).__name__}: its logits differ by {error:.3g} "
+                "from the model's own forward; use another rollout.engine for this architecture"
+            )
+
+
+def _load(path: Path) -> Any:
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} is not a Hugging Face checkpoint: it has no config.json")
+    register()
+    with _loading:
+        transformers_logging.disable_progress_bar()
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION_NAME,
+            experts_implementation="eager",
+            local_files_only=True,
+        )
+    return model.eval().requires_grad_(False)
+
+
+def _check_loaded(layout: CheckpointLayout, path: Path) -> None:
+    expected = layout.assemble(_read_checkpoint(path))
+    for name, live in layout.live.items():
+        if not torch.equal(live, expected[name]):
+            raise ValueError(
+                f"the embedded engine does not know how {path} stores {name}: the loaded parameter differs from the "
+                "checkpoint tensors that weight updates would put there"
+            )
+
+
+def _read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    tensors: dict[str, torch.Tensor] = {}
+    for name in files:
+        if not (path / name).is_file():
+            raise ValueError(f"{path} is not a complete Hugging Face checkpoint: it has no {name}")
+        with safe_open(path / name, framework="pt") as file:
+            tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
+    return tensors
