@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -33,21 +33,16 @@ _TAGS = [("null", NULL), ("bool", BOOL), ("int", INT), ("float", FLOAT)]
 class _Composer(yaml.SafeLoader):
     """SafeLoader with the resolvers above and no others."""
 
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
-
 
 class Dumper(yaml.SafeDumper):
     """SafeDumper that also quotes the text which only our reader would take for a number."""
-
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
-        key: list(value) for key, value in yaml.SafeDumper.yaml_implicit_resolvers.items()
-    }
 
     def ignore_aliases(self, data: Any) -> bool:
         """Write equal objects out in full."""
         return True
 
 
+_Composer.yaml_implicit_resolvers = {}
 for _name, _pattern in _TAGS:
     _Composer.add_implicit_resolver(_PREFIX + _name, _pattern, None)
     Dumper.add_implicit_resolver(_PREFIX + _name, _pattern, None)

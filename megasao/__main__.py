@@ -1,0 +1,6 @@
+"""``python -m megasao``."""
+
+from megasao.cli import main
+
+if __name__ == "__main__":
+    main()

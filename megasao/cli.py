@@ -1,0 +1,188 @@
+"""The command line. Every option lives in the config file; ``key=value`` overrides it.
+
+Modules that import torch are imported inside the commands that need them, so that ``check`` answers at once.
+"""
+
+import shlex
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from megasao.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megasao.config import Config
+    from megasao.config.rundir import RunDirectory
+
+USER_ERROR = 2
+RUN_FAILED = 1
+INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Asynchronous RL of mixture-of-experts language models: SAO on Megatron-Core.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML config file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Overrides, for example loop.steps=100.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in its existing run directory.")]
+RunPath = Annotated[Path, typer.Option("--run", metavar="DIR", help="Run directory.")]
+
+
+class Stage(StrEnum):
+    """What a trainer rank does."""
+
+    sft = "sft"
+    rl = "rl"
+
+
+@app.command()
+def check(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    print_config: Annotated[
+        bool, typer.Option("--print", help="Show the resolved config with the help of every field.")
+    ] = False,
+) -> None:
+    """Validate a config without starting anything."""
+    config, model_there = _load_checked(config_file, overrides)
+    if print_config:
+        from megasao.config.help import describe_config
+
+        sys.stdout.write(describe_config(config))
+        return
+    typer.echo(f"{config_file} is valid.")
+    if not model_there:
+        typer.echo(f"note: model.path = {config.model.path} has no config.json yet, so the model was not checked")
+
+
+@app.command()
+def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
+    """Train on this machine: fine-tune first if the config says so, then SAO."""
+    _launch(config_file, overrides, resume=resume, only_sft=False)
+
+
+@app.command()
+def sft(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
+    """Only the fine-tuning stage; `train --resume` goes on from its result."""
+    _launch(config_file, overrides, resume=resume, only_sft=True)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
+    """Write the run's report, one self-contained HTML page."""
+    from megasao.observability.report import write_report
+
+    directory, _ = _open_run(run)
+    typer.echo(f"wrote {write_report(directory)}")
+
+
+@app.command()
+def info() -> None:
+    """Versions of what training depends on, and what this machine offers."""
+    from megasao.launch.about import about
+
+    for name, value in about().items():
+        typer.echo(f"{name:<18} {value}")
+
+
+@app.command()
+def controller(run: RunPath) -> None:
+    """Role: the controller of a run (started by the launcher)."""
+    from megasao.controller.main import run as run_controller
+
+    run_controller(*_open_run(run))
+
+
+@app.command()
+def rollout(
+    run: RunPath, index: Annotated[int, typer.Option(min=0, help="Which of the run's rollout workers.")] = 0
+) -> None:
+    """Role: one rollout worker (started by the launcher)."""
+    directory, config = _open_run(run)
+    if index >= config.rollout.workers:
+        raise UserError(f"--index {index}: the run has rollout.workers = {config.rollout.workers}, counted from 0")
+    from megasao.rollout.worker import run as run_worker
+
+    run_worker(directory, config, index)
+
+
+@app.command()
+def trainer(run: RunPath, stage: Annotated[Stage, typer.Option(help="Fine-tuning or RL.")] = Stage.rl) -> None:
+    """Role: one trainer rank (started by the launcher, torchrun or srun; the world is in the environment)."""
+    directory, config = _open_run(run)
+    if stage is Stage.sft:
+        from megasao.training.sft import run as run_sft
+
+        run_sft(directory, config)
+    else:
+        from megasao.training.main import run as run_trainer
+
+        run_trainer(directory, config)
+
+
+def _load_checked(config_file: Path, overrides: list[str] | None) -> "tuple[Config, bool]":
+    """The config, and whether its model is there."""
+    from megasao.config.load import load_with_places
+    from megasao.launch.preflight import preflight
+
+    config, document = load_with_places(config_file, overrides or [])
+    return config, preflight(config, document)
+
+
+def _open_run(path: Path) -> "tuple[RunDirectory, Config]":
+    """A run directory that exists, with its config."""
+    from megasao.config.load import load_config
+    from megasao.config.rundir import RunDirectory
+
+    directory = RunDirectory(path)
+    if not directory.config.is_file():
+        raise UserError(f"{path} is not a run directory (no config.yaml); `megasao train CONFIG` makes one")
+    return directory, load_config(directory.config)
+
+
+def _launch(config_file: Path, overrides: list[str] | None, *, resume: bool, only_sft: bool) -> None:
+    from megasao.launch.local import launch
+    from megasao.launch.supervisor import RoleFailed
+
+    config, model_there = _load_checked(config_file, overrides)
+    if not model_there:
+        raise UserError(f"model.path = {config.model.path} has no config.json: not a Hugging Face checkpoint directory")
+    if only_sft and config.sft is None:
+        raise UserError(f"{config_file} has no section sft, so there is nothing to fine-tune")
+    again = shlex.join(["megasao", "train", str(config_file), *(overrides or []), "--resume"])
+    try:
+        outcome, directory = launch(config, resume=resume, only_sft=only_sft)
+    except RoleFailed as failure:
+        _complain(f"{failure}\nOnce the cause is mended, continue with: {again}")
+        raise typer.Exit(RUN_FAILED) from None
+    if outcome == "interrupted":
+        _complain(f"interrupted; everything is stopped. Continue with: {again}")
+        raise typer.Exit(INTERRUPTED)
+    if only_sft:
+        typer.echo(f"fine-tuned checkpoint: {directory.sft}\ncontinue with: {again}")
+    else:
+        typer.echo(f"policy: {directory.final_policy}\nreport: megasao report {shlex.quote(str(directory.path))}")
+
+
+def _complain(message: str) -> None:
+    Console(stderr=True).print(Text(message, style="red"), soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point: what the user can mend is one clean message and exit code 2; anything else keeps its traceback."""
+    try:
+        app()
+    except UserError as error:
+        _complain(f"error: {error}")
+        sys.exit(USER_ERROR)

@@ -1,0 +1,125 @@
+"""One run on this machine, from the config to the summary."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from megasao.config import Config
+from megasao.config.rundir import RunDirectory
+from megasao.launch.ports import free_ports
+from megasao.launch.prepare import prepared_run
+from megasao.launch.process import Guardian, Role
+from megasao.launch.roles import RoleCommand, controller_role, megasao_command, rollout_role, trainer_roles
+from megasao.launch.supervisor import Limits, Outcome, StopSignals, Supervisor, Unit
+
+PANEL_INTERVAL_S = 0.5
+
+
+def launch(
+    config: Config,
+    *,
+    resume: bool,
+    only_sft: bool = False,
+    make_command: Callable[[RunDirectory], RoleCommand] = megasao_command,
+) -> tuple[Outcome, RunDirectory]:
+    """Fine-tune if the config says so and it is not done yet, then train; ends with the summary table.
+
+    UserError if the run cannot start; RoleFailed if a role dies too often.
+    """
+    from megasao.observability.panel import Panel
+    from megasao.observability.summary import print_summary
+
+    with prepared_run(config, resume=resume) as run, StopSignals().installed() as signals, Guardian() as guardian:
+        panel = Panel(run, config)
+        local = LocalRun(run, config, make_command(run), guardian, signals, every(PANEL_INTERVAL_S, panel.update))
+        try:
+            outcome: Outcome = "finished"
+            if config.sft is not None and not (run.sft / "COMPLETE").exists():
+                outcome = local.fine_tune()
+            if outcome == "finished" and not only_sft:
+                outcome = local.train()
+        finally:
+            panel.close()
+    if outcome == "finished" and not only_sft:
+        print_summary(run, config)
+    return outcome, run
+
+
+class LocalRun:
+    """The stages of a run."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        config: Config,
+        command: RoleCommand,
+        guardian: Guardian,
+        signals: StopSignals,
+        on_tick: Callable[[], None],
+    ) -> None:
+        self.run = run
+        self.config = config
+        self._command = command
+        self._guardian = guardian
+        self._signals = signals
+        self._on_tick = on_tick
+
+    def fine_tune(self) -> Outcome:
+        """Only trainer ranks; their result is ``run.sft``."""
+        return self._supervise(self._world("sft"), [])
+
+    def train(self) -> Outcome:
+        """The whole asynchronous loop."""
+        run, config, command = self.run, self.config, self._command
+        services = [Unit("controller", lambda: [controller_role(run, config, command)])]
+        for index in range(config.rollout.workers):
+            services.append(Unit(f"rollout-{index}", partial(self._rollout, index)))
+        return self._supervise(self._world("trainer"), services)
+
+    def _rollout(self, index: int) -> list[Role]:
+        return [rollout_role(self.run, self.config, self._command, index)]
+
+    def _world(self, stage: str) -> Unit:
+        def make_roles() -> list[Role]:
+            (port,) = free_ports(1)  # a new one each time: the old one may still be waiting in the kernel
+            return trainer_roles(self.run, self.config, self._command, stage=stage, host="127.0.0.1", port=port)
+
+        return Unit("the trainer world" if stage == "trainer" else "the fine-tuning world", make_roles)
+
+    def _supervise(self, main: Unit, services: list[Unit]) -> Outcome:
+        limits = Limits(
+            max_restarts=self.config.supervision.max_restarts,
+            stop_timeout_s=self.config.supervision.stop_timeout_s,
+            straggler_timeout_s=self.config.supervision.start_timeout_s,
+        )
+        supervisor = Supervisor(
+            main,
+            services,
+            limits,
+            guardian=self._guardian,
+            signals=self._signals,
+            on_tick=self._on_tick,
+            report=lambda text: report(self.run.logs / "launcher.log", text),
+        )
+        return supervisor.supervise()
+
+
+def report(log: Path, text: str) -> None:
+    """Say something on the terminal, and keep it."""
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+    print(f"launcher: {text}", flush=True)
+
+
+def every(seconds: float, action: Callable[[], None]) -> Callable[[], None]:
+    """``action``, at most once in ``seconds``."""
+    last = float("-inf")
+
+    def limited() -> None:
+        nonlocal last
+        if time.monotonic() - last >= seconds:
+            last = time.monotonic()
+            action()
+
+    return limited

@@ -1,0 +1,45 @@
+"""Free TCP ports for a run's endpoints.
+
+Ports are taken outside the kernel's range for outgoing connections: an address must stay free while a role that died
+is being restarted, and any outgoing connection could land on a port inside that range.
+"""
+
+import random
+import socket
+from pathlib import Path
+
+_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST = 20_000
+_HIGHEST = 65_000
+_TRIES = 2000
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """``count`` different ports that can be bound on ``host`` now; OSError if they cannot be found."""
+    low, high = _outgoing_range()
+    candidates = [port for port in range(_LOWEST, _HIGHEST) if not low <= port <= high] or list(range(low, high))
+    found: list[int] = []
+    for port in random.SystemRandom().sample(candidates, min(_TRIES, len(candidates))):
+        if len(found) == count:
+            break
+        if _can_bind(host, port):
+            found.append(port)
+    if len(found) < count:
+        raise OSError(f"only {len(found)} of {count} free ports found on {host}; is the address one of this machine?")
+    return found
+
+
+def _can_bind(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _outgoing_range() -> tuple[int, int]:
+    if not _RANGE_FILE.exists():
+        return 32768, 60999
+    low, high = _RANGE_FILE.read_text().split()
+    return int(low), int(high)

@@ -1,0 +1,53 @@
+"""What must hold before a run may start, beyond the config by itself: its model, environment and optional packages."""
+
+import importlib.util
+
+from megasao.config import Config
+from megasao.config.document import Document, KeyPath
+from megasao.config.errors import ConfigError, Problem
+from megasao.config.model_check import check_model
+
+
+def preflight(config: Config, document: Document) -> bool:
+    """Check everything at once; ConfigError with places from ``document``. False if the model is not there yet."""
+    problems = [*_environment(config), *_packages(config)]
+    model_there = False
+    try:
+        model_there = check_model(config)
+    except ConfigError as error:
+        problems.extend(error.problems)
+    if problems:
+        raise ConfigError(document.source, [_placed(problem, document) for problem in problems])
+    return model_there
+
+
+def _placed(problem: Problem, document: Document) -> Problem:
+    path: KeyPath = tuple(problem.path.split("."))
+    return Problem(problem.path, problem.reason, document.where(path))
+
+
+def _environment(config: Config) -> list[Problem]:
+    """An unknown environment, or an option it does not have."""
+    from megasao.environments.registry import make_environment
+
+    try:
+        make_environment(config.environment)
+    except ValueError as error:
+        path, colon, reason = str(error).partition(": ")
+        if colon and path.startswith("environment."):
+            return [Problem(path, reason)]
+        return [Problem("environment.options", str(error))]
+    return []
+
+
+def _packages(config: Config) -> list[Problem]:
+    """Options that need a package which is not installed."""
+    problems = []
+    if config.observability.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        reason = "the package wandb is not installed; `pip install 'megasao[wandb]'`, or set it to null"
+        problems.append(Problem("observability.wandb_project", reason))
+    needs_te = config.model.transformer_impl == "transformer_engine"
+    if needs_te and importlib.util.find_spec("transformer_engine") is None:
+        reason = "the package transformer_engine is not installed (it needs CUDA); use auto or local"
+        problems.append(Problem("model.transformer_impl", reason))
+    return problems

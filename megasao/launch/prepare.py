@@ -1,0 +1,120 @@
+"""The run directory before the first process starts: is it ours to use, and what goes in.
+
+Invariants:
+- two launchers never hold one run directory;
+- a fresh run never writes into a directory that holds something, and a resumed run is the run that was started, but
+  for the fields that are safe to change.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megasao.config import Config
+from megasao.config.errors import UserError
+from megasao.config.load import dump_config, load_config
+from megasao.config.rundir import Endpoints, RunDirectory, write_atomically
+from megasao.launch.ports import free_ports
+
+SAFE_TO_CHANGE = ("loop.steps", "observability", "checkpoint", "evaluation", "supervision")
+_SAME_BY_CONSTRUCTION = ("run.directory",)  # may be spelled another way for the same place
+_LOCK = "lock"
+
+
+@contextmanager
+def prepared_run(config: Config, *, resume: bool) -> Iterator[RunDirectory]:
+    """The run directory of ``config``, locked for this process and ready for the roles; UserError if it cannot be."""
+    run = RunDirectory(Path(config.run.directory) / config.run.name)
+    _refuse_wrong_start(run, resume)
+    run.path.mkdir(parents=True, exist_ok=True)
+    with _locked(run.path / _LOCK, run):
+        _refuse_wrong_start(run, resume)
+        if resume:
+            refuse_unsafe_changes(load_config(run.config), config)
+        run.create()
+        write_atomically(run.config, dump_config(config))
+        if config.transport.curve and not run.keys.exists():
+            from megasao.transport.keys import make_run_keys
+
+            make_run_keys(run.keys)
+        run.write_endpoints(new_endpoints(config))
+        yield run
+
+
+def new_endpoints(config: Config) -> Endpoints:
+    """Addresses on ports that are free now."""
+    host = "127.0.0.1" if config.transport.host == "localhost" else config.transport.host
+    controller, weights, torch_port = free_ports(3, host)
+    return Endpoints(
+        controller=f"tcp://{host}:{controller}",
+        weights=f"tcp://{host}:{weights}",
+        torch_host="127.0.0.1",
+        torch_port=torch_port,
+    )
+
+
+def refuse_unsafe_changes(old: Config, new: Config) -> None:
+    """UserError naming every field that differs and is not safe to change in a resumed run."""
+    changed = [
+        f"  {path}: was {before!r}, now {after!r}"
+        for path, before, after in _differences(old.model_dump(), new.model_dump(), "")
+        if not _under(path, (*SAFE_TO_CHANGE, *_SAME_BY_CONSTRUCTION))
+    ]
+    if changed:
+        lines = "\n".join(changed)
+        raise UserError(
+            f"this run was started with another configuration:\n{lines}\n"
+            f"A resumed run may change only {', '.join(SAFE_TO_CHANGE)}; put the old values back, "
+            "or start a new run with run.name=..."
+        )
+
+
+def _refuse_wrong_start(run: RunDirectory, resume: bool) -> None:
+    if resume:
+        if not run.config.is_file():
+            raise UserError(
+                f"there is no run to resume in {run.path} (no config.yaml); start it without --resume, "
+                "or check run.directory and run.name"
+            )
+        return
+    if run.path.exists() and not run.path.is_dir():
+        raise UserError(f"{run.path} is not a directory; choose another run.name or run.directory")
+    if run.path.exists() and any(entry.name != _LOCK for entry in run.path.iterdir()):
+        raise UserError(
+            f"the run directory {run.path} already exists; continue that run with --resume, "
+            f"start another one with run.name=..., or remove the directory"
+        )
+
+
+@contextmanager
+def _locked(path: Path, run: RunDirectory) -> Iterator[None]:
+    """Hold the lock file; the kernel lets go of it when this process ends, however it ends."""
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "unknown"
+            raise UserError(
+                f"another launcher (process {owner}) is running {run.path}; wait for it, or stop it first"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Leaves in which two dumps differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*old, *new]):
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))
+    elif old != new:
+        yield path, old, new
+
+
+def _under(path: str, sections: tuple[str, ...]) -> bool:
+    return any(path == section or path.startswith(f"{section}.") for section in sections)

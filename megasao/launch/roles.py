@@ -1,0 +1,84 @@
+"""The roles of a run as commands and environments."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megasao.config import Config
+from megasao.config.rundir import RunDirectory
+from megasao.launch.process import Role
+
+RoleCommand = Callable[[str, int], list[str]]
+"""(role, index) -> command; the roles are ``controller``, ``rollout``, ``trainer`` and ``sft``."""
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def megasao_command(run: RunDirectory) -> RoleCommand:
+    """The commands of this package's own roles."""
+
+    def command(role: str, index: int) -> list[str]:
+        base = [sys.executable, "-m", "megasao"]
+        where = ["--run", str(run.path)]
+        if role == "rollout":
+            return [*base, "rollout", *where, "--index", str(index)]
+        if role in ("trainer", "sft"):
+            return [*base, "trainer", *where, "--stage", "rl" if role == "trainer" else "sft"]
+        return [*base, role, *where]
+
+    return command
+
+
+def controller_role(run: RunDirectory, config: Config, command: RoleCommand) -> Role:
+    """The controller."""
+    return Role("controller", command("controller", 0), run.logs / "controller.log", child_environment(threads=1))
+
+
+def rollout_role(run: RunDirectory, config: Config, command: RoleCommand, index: int) -> Role:
+    """Rollout worker ``index``."""
+    name = f"rollout-{index}"
+    environment = child_environment(threads=config.rollout.embedded.threads)
+    return Role(name, command("rollout", index), run.logs / f"{name}.log", environment)
+
+
+def trainer_roles(
+    run: RunDirectory, config: Config, command: RoleCommand, *, stage: str, host: str, port: int
+) -> list[Role]:
+    """All ranks of one world, which meet at ``host:port``; ``stage`` is ``trainer`` or ``sft``."""
+    roles = []
+    for rank in range(config.parallel.ranks):
+        world = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(config.parallel.ranks),
+            "LOCAL_WORLD_SIZE": str(config.parallel.ranks),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+        environment = {**child_environment(threads=1), **world}
+        roles.append(Role(f"{stage}-{rank}", command(stage, rank), run.logs / f"{stage}-{rank}.log", environment))
+    return roles
+
+
+def child_environment(*, threads: int, parent: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a role: offline, unbuffered, and on a machine without CUDA no more threads than asked for."""
+    environment = {name: value for name, value in parent.items() if name not in _WORLD_VARIABLES}
+    environment |= {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not has_nvidia_device():
+        environment |= {name: str(threads) for name in _THREAD_VARIABLES}
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused functions would otherwise compile, with a compiler
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve must not matter here
+    return environment
+
+
+def has_nvidia_device() -> bool:
+    """True where a CUDA device may be present; decided without importing torch."""
+    return Path("/dev/nvidiactl").exists()

@@ -1,0 +1,234 @@
+"""Keeps the roles of a run alive, within limits.
+
+A unit is what is restarted together: the controller alone, each rollout worker alone, all trainer ranks as one world.
+
+Invariants:
+- a unit is restarted at most ``max_restarts`` times; the next death fails the run with the end of that role's log;
+- when ``supervise`` returns or raises, no process of any unit is left;
+- every stop is bounded: ask, wait, SIGTERM, wait, SIGKILL.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Literal
+
+from megasao.launch.process import Guardian, Role, RoleProcess, describe_exit, tail
+
+POLL_S = 0.1
+TERMINATE_GRACE_S = 5.0
+LOG_LINES = 30
+_FIRST_DELAY_S = 0.25
+_LONGEST_DELAY_S = 5.0
+
+Outcome = Literal["finished", "interrupted"]
+
+
+class RoleFailed(RuntimeError):
+    """A role died too often; the message ends with the last lines of its log."""
+
+
+@dataclass
+class Unit:
+    """Processes that live and die together. ``make_roles`` is called at every start: fresh ports, fresh environment."""
+
+    name: str
+    make_roles: Callable[[], list[Role]]
+    processes: list[RoleProcess] = field(default_factory=list)
+    restarts: int = 0
+    restart_at: float | None = None
+    first_exit_at: float | None = None
+
+    def start(self, guardian: Guardian) -> None:
+        """Start every process of the unit."""
+        self.restart_at = self.first_exit_at = None
+        self.processes = []
+        for role in self.make_roles():
+            self.processes.append(RoleProcess(role, guardian, self.restarts + 1))
+
+    def poll(self) -> None:
+        """Notice exits."""
+        for process in self.processes:
+            if process.poll() is not None and self.first_exit_at is None:
+                self.first_exit_at = time.monotonic()
+
+    @property
+    def failed(self) -> list[RoleProcess]:
+        """Processes that ended with an error."""
+        return [process for process in self.processes if process.code not in (None, 0)]
+
+    @property
+    def running(self) -> list[RoleProcess]:
+        """Processes that still run, as of the last ``poll``."""
+        return [process for process in self.processes if process.code is None]
+
+    @property
+    def finished(self) -> bool:
+        """Every process ended on purpose."""
+        return self.restart_at is None and all(process.code == 0 for process in self.processes)
+
+    def kill(self) -> None:
+        """End every process at once."""
+        for process in self.processes:
+            process.kill()
+
+
+class StopSignals:
+    """SIGINT, SIGTERM and SIGHUP as flags: the first asks for a stop, the second for one without grace."""
+
+    def __init__(self) -> None:
+        self.wake = threading.Event()
+        self.count = 0
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler."""
+        self.count += 1
+        self.wake.set()
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, but no longer than until the next signal."""
+        self.wake.wait(seconds)
+        self.wake.clear()
+
+    @contextmanager
+    def installed(self) -> Iterator["StopSignals"]:
+        """Handle the signals inside the block, in the main thread."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = [signal.signal(number, self.receive) for number in numbers]
+        try:
+            yield self
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of a supervised run, seconds and counts."""
+
+    max_restarts: int
+    stop_timeout_s: float
+    straggler_timeout_s: float
+    """How long other processes of the main unit may run on after the first of them ended."""
+
+
+class Supervisor:
+    """Runs ``main`` to its end, with ``services`` beside it."""
+
+    def __init__(
+        self,
+        main: Unit,
+        services: list[Unit],
+        limits: Limits,
+        *,
+        guardian: Guardian,
+        signals: StopSignals,
+        on_tick: Callable[[], None],
+        report: Callable[[str], None],
+    ) -> None:
+        self.main = main
+        self.services = services
+        self.limits = limits
+        self._guardian = guardian
+        self._signals = signals
+        self._on_tick = on_tick
+        self._report = report
+
+    @property
+    def units(self) -> list[Unit]:
+        """Services first."""
+        return [*self.services, self.main]
+
+    def supervise(self) -> Outcome:
+        """Start everything and stay until the main unit finished, or a signal came; RoleFailed if it cannot go on."""
+        try:
+            for unit in self.units:
+                unit.start(self._guardian)
+            while not self.main.finished:
+                if self._signals.count:
+                    self._stop_services_and_main()
+                    return "interrupted"
+                self._tick()
+                self._signals.sleep(POLL_S)
+            self._wind_down()
+            return "finished"
+        finally:
+            for unit in self.units:
+                unit.kill()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        for unit in self.units:
+            unit.poll()
+            if unit.restart_at is not None:
+                if now >= unit.restart_at:
+                    self._restart(unit)
+            elif unit.failed:
+                self._handle_death(unit, unit.failed)
+        if self.main.first_exit_at is not None and now - self.main.first_exit_at > self.limits.straggler_timeout_s:
+            self._handle_death(self.main, self.main.running)
+        self._on_tick()
+
+    def _handle_death(self, unit: Unit, culprits: list[RoleProcess]) -> None:
+        """Plan the restart of ``unit``, or fail the run."""
+        reason = ", ".join(f"{process.role.name}: {self._exit_reason(process)}" for process in culprits)
+        unit.kill()
+        if unit.restarts >= self.limits.max_restarts:
+            log = culprits[0].role.log
+            raise RoleFailed(
+                f"{reason}. {unit.name} was restarted {unit.restarts} times, which is all that "
+                f"supervision.max_restarts = {self.limits.max_restarts} allows; the run is stopped.\n"
+                f"The last lines of {log}:\n{tail(log, LOG_LINES)}"
+            )
+        delay = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**unit.restarts)
+        unit.restart_at = time.monotonic() + delay
+        unit.restarts += 1
+        self._report(f"{reason}; restarting {unit.name} ({unit.restarts} of {self.limits.max_restarts})")
+
+    def _exit_reason(self, process: RoleProcess) -> str:
+        if process.code is None:
+            return f"still running {self.limits.straggler_timeout_s:g} s after another process of its world ended"
+        return describe_exit(process.code)
+
+    def _restart(self, unit: Unit) -> None:
+        unit.start(self._guardian)
+        if unit is self.main:  # services may have ended on purpose just before their trainer died
+            for service in self.services:
+                if service.finished:
+                    service.start(self._guardian)
+
+    def _wind_down(self) -> None:
+        """The main unit told the services to end; give them time to, then make them."""
+        self._await_exit(self.limits.stop_timeout_s)
+        late = [process.role.name for unit in self.units for process in unit.running]
+        if late:
+            self._report(
+                f"{', '.join(late)} did not end by themselves in {self.limits.stop_timeout_s:g} s; ending them"
+            )
+            self._terminate(TERMINATE_GRACE_S)
+
+    def _stop_services_and_main(self) -> None:
+        self._report("stopping every role; once more to kill them at once")
+        self._signals.count = 0
+        self._terminate(self.limits.stop_timeout_s)
+
+    def _terminate(self, grace_s: float) -> None:
+        for unit in self.units:
+            for process in unit.processes:
+                process.terminate()
+        self._await_exit(grace_s)
+
+    def _await_exit(self, seconds: float) -> None:
+        """Wait until no process runs, a signal comes, or time is up."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._signals.count:
+            for unit in self.units:
+                unit.poll()
+            if not any(unit.running for unit in self.units):
+                return
+            self._on_tick()
+            self._signals.sleep(POLL_S)
