@@ -7,6 +7,13 @@ MISSING = "-"
 BARS = "▁▂▃▄▅▆▇█"
 
 
+def finite(value: object) -> float | None:
+    """``value`` as a float, or None if it is no finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """Fixed point; scientific where fixed point would show nothing or too much."""
     if value is None:

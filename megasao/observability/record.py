@@ -43,10 +43,10 @@ class RunRecord:
 
 
 def load_record(run: RunDirectory) -> RunRecord:
-    """Read a run directory, finished or not; ValueError if it is not there or holds nothing of a run."""
+    """Read a run directory, finished or not, empty or not; ValueError if it is not there."""
     if not run.path.is_dir():
         raise ValueError(f"no run directory at {run.path}: expected the directory <run.directory>/<run.name> of a run")
-    record = RunRecord(
+    return RunRecord(
         run,
         _read_config(run),
         read_metrics(run.metrics / "trainer.jsonl"),
@@ -54,13 +54,17 @@ def load_record(run: RunDirectory) -> RunRecord:
         read_metrics(run.metrics / "sft.jsonl"),
         read_evaluations(run),
     )
+
+
+def require_metrics(record: RunRecord) -> None:
+    """ValueError if the run left no number at all."""
+    run = record.run
     if not (record.trainer or record.sft or record.evaluations):
         raise ValueError(
             f"{run.path} has no metrics: expected {run.metrics / 'trainer.jsonl'} (written from the first training "
             f"step on), {run.metrics / 'sft.jsonl'} or {run.evaluations}. "
             "Is this a run directory, and did the run start?"
         )
-    return record
 
 
 def read_evaluations(run: RunDirectory) -> list[Row]:
