@@ -1,0 +1,103 @@
+"""Trajectories that wait for training: what is known of each without its payload. Pure, no clock, no files.
+
+Invariants:
+- first come, first trained;
+- staleness is measured when a batch is assembled, from the OLDEST version in a trajectory: time in flight and time
+  in the queue both count; nothing with a lag above the bound is ever in a batch;
+- a trajectory leaves the buffer exactly once, into a batch or as stale.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A trajectory without its payload. ``nbytes`` is its size in memory."""
+
+    trajectory_id: str
+    prompt_id: str
+    task: str
+    tokens: int
+    action_tokens: int
+    oldest_version: int
+    newest_version: int
+    reward: float
+    truncated: bool
+    nbytes: int
+
+    def lag(self, version: int) -> int:
+        """Weight updates between the oldest token and ``version``; 0 for a trajectory from a later version."""
+        return max(0, version - self.oldest_version)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Outcome of asking for a batch: ``chosen`` is None while too few are fresh enough."""
+
+    chosen: list[Summary] | None
+    stale: list[Summary]
+
+
+class TrajectoryBuffer:
+    """FIFO of summaries."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Summary] = {}
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, trajectory_id: str) -> bool:
+        return trajectory_id in self._waiting
+
+    def add(self, summary: Summary) -> None:
+        """Put one at the end; its id must be new."""
+        assert summary.trajectory_id not in self._waiting, summary.trajectory_id
+        self._waiting[summary.trajectory_id] = summary
+        self.nbytes += summary.nbytes
+
+    def assemble(self, *, version: int, max_lag: int, count: int) -> Assembly:
+        """Take out everything too stale for ``version``; and, if at least ``count`` remain, the first ``count``."""
+        stale = [summary for summary in self._waiting.values() if summary.lag(version) > max_lag]
+        self._remove(stale)
+        if len(self._waiting) < count:
+            return Assembly(None, stale)
+        chosen = list(self._waiting.values())[:count]
+        self._remove(chosen)
+        return Assembly(chosen, stale)
+
+    def _remove(self, summaries: list[Summary]) -> None:
+        for summary in summaries:
+            del self._waiting[summary.trajectory_id]
+            self.nbytes -= summary.nbytes
+
+
+def summarise(batch: pa.RecordBatch) -> list[Summary]:
+    """The summaries of a valid batch (columns of SCHEMA)."""
+    return [_summary(batch.slice(row, 1)) for row in range(batch.num_rows)]
+
+
+def _summary(row: pa.RecordBatch) -> Summary:
+    def value(name: str) -> Any:
+        return row.column(name)[0].as_py()
+
+    mask = row.column("action_mask").flatten().to_numpy(zero_copy_only=False)
+    versions = row.column("weight_versions").flatten().field("version").to_numpy(zero_copy_only=False)
+    rewards = row.column("rewards").flatten().to_numpy(zero_copy_only=False)
+    return Summary(
+        trajectory_id=value("trajectory_id"),
+        prompt_id=value("prompt_id"),
+        task=value("task"),
+        tokens=len(mask),
+        action_tokens=int(mask.sum()),
+        oldest_version=int(versions.min()),
+        newest_version=int(versions.max()),
+        reward=float(rewards.sum(dtype=np.float64)),
+        truncated=value("finish_reason") != "done",
+        nbytes=row.nbytes,
+    )

@@ -1,0 +1,172 @@
+"""The durable log of accepted trajectories: Arrow IPC stream files, each readable by any Arrow library.
+
+Invariants:
+- after ``sync`` returns, every row appended before it survives a crash of the process or the machine;
+- recovery returns every synced row, in the order of appending, and cuts off a torn tail;
+- damage anywhere but in the tail of the newest segment is an error, never a silent loss.
+"""
+
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from megasao.trajectories.columns import SCHEMA
+from megasao.trajectories.ipc import READ_ERRORS, check_buffers
+
+SEGMENT_BYTES = 64 * 2**20
+_CHECKSUM = b"crc32"
+_WRITE_BUFFER = 2**20
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a batch lies: segment file and byte offset of its message."""
+
+    segment: int
+    offset: int
+
+
+class Journal:
+    """Appends batches, in segments of about ``segment_bytes``. One process at a time writes a journal."""
+
+    def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.directory = directory
+        self.discarded_bytes = 0
+        """Bytes of a torn tail that recovery cut off: rows that were never acknowledged."""
+        self._segment_bytes = segment_bytes
+        self._current = 0
+        self._file: Any = None
+        self._writer: Any = None
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def path(self, segment: int) -> Path:
+        """The file of a segment."""
+        return self.directory / f"segment-{segment:06d}.arrow"
+
+    def segments(self) -> list[int]:
+        """Numbers of the segments on disk, oldest first."""
+        return sorted(int(path.stem.removeprefix("segment-")) for path in self.directory.glob("segment-*.arrow"))
+
+    def recover(self) -> Iterator[tuple[pa.RecordBatch, Location]]:
+        """Every batch on disk, oldest first. Call once, before the first ``append``. ValueError where damaged."""
+        segments = self.segments()
+        for segment in segments:
+            self._current = segment
+            yield from self._recover_segment(segment, is_newest=segment == segments[-1])
+
+    def append(self, batch: pa.RecordBatch) -> Location:
+        """Write ``batch`` (columns of SCHEMA). It is durable after the next ``sync``."""
+        if self._file is None:
+            self._open_segment()
+        # The stream writer puts the schema in front of the first batch only when it writes that batch.
+        location = Location(self._current, self._file.tell())
+        self._writer.write_batch(batch, custom_metadata={_CHECKSUM: _checksum(batch)})
+        return location
+
+    def sync(self) -> None:
+        """Make everything appended so far durable: one fsync, however many batches."""
+        if self._file is None:
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._file.tell() >= self._segment_bytes:
+            self.close()
+
+    def delete(self, segment: int) -> None:
+        """Remove a segment that is no longer written to."""
+        if segment == self._current and self._file is not None:
+            raise ValueError(f"segment {segment} is still being written")
+        self.path(segment).unlink(missing_ok=True)
+
+    def is_open(self, segment: int) -> bool:
+        """Whether rows may still be appended to this segment."""
+        return self._file is not None and segment == self._current
+
+    def close(self) -> None:
+        """End the current segment; the next ``append`` starts another."""
+        if self._file is not None:
+            self._writer.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = self._writer = None
+
+    def _open_segment(self) -> None:
+        self._current = max([self._current, *self.segments()]) + 1
+        self._file = self.path(self._current).open("xb", buffering=_WRITE_BUFFER)
+        self._writer = pa.ipc.new_stream(self._file, SCHEMA)
+        sync_directory(self.directory)
+
+    def _recover_segment(self, segment: int, *, is_newest: bool) -> Iterator[tuple[pa.RecordBatch, Location]]:
+        path = self.path(segment)
+        size = path.stat().st_size
+        good = 0
+        try:
+            if size == 0:
+                raise EOFError("empty file")
+            with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
+                good = source.tell()
+                while True:
+                    offset = source.tell()
+                    batch = _read_checked(reader)
+                    good = source.tell()
+                    yield batch, Location(segment, offset)
+        except StopIteration:
+            return
+        except READ_ERRORS as error:
+            if not is_newest:
+                raise ValueError(
+                    f"{path} is damaged after byte {good} of {size} ({error}), and it is not the newest segment: "
+                    "acknowledged trajectories would be lost; restore the file, or start a new run"
+                ) from error
+        self._cut_tail(path, good, size)
+
+    def _cut_tail(self, path: Path, good: int, size: int) -> None:
+        """Cut the tail off; its bytes stay beside the segment, for whoever wants to know what they were."""
+        self.discarded_bytes += size - good
+        path.with_suffix(".torn").write_bytes(path.read_bytes()[good:])
+        if good == 0:
+            path.unlink()
+            return
+        with path.open("r+b") as file:
+            file.truncate(good)
+            os.fsync(file.fileno())
+
+
+def read_batch(path: Path, offset: int) -> pa.RecordBatch:
+    """The batch whose message starts at ``offset``."""
+    with pa.OSFile(str(path)) as source:
+        source.seek(offset)
+        message = pa.ipc.read_message(source)
+        if message.type == "schema":
+            message = pa.ipc.read_message(source)
+        batch: pa.RecordBatch = pa.ipc.read_record_batch(message, SCHEMA)
+        return batch
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in ``directory`` durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_checked(reader: Any) -> pa.RecordBatch:
+    entry = reader.read_next_batch_with_custom_metadata()
+    batch: pa.RecordBatch = entry.batch
+    check_buffers(batch)
+    expected = (entry.custom_metadata or {}).get(_CHECKSUM)
+    if expected != _checksum(batch):
+        raise ValueError("a batch does not match its checksum")
+    return batch
+
+
+def _checksum(batch: pa.RecordBatch) -> bytes:
+    return str(zlib.crc32(batch.serialize())).encode()
