@@ -48,7 +48,7 @@ def test_a_plan_is_complete_bounded_and_even(lengths: list[int], data_size: int)
 @settings(max_examples=100, deadline=None)
 @given(lengths_strategy, st.integers(1, 4))
 def test_the_number_of_rows_is_near_the_least(lengths: list[int], data_size: int) -> None:
-    """No two rows would fit into one, so at most about twice the least number, rounded up to the ranks."""
+    """Longest first, a trajectory that finds no room means that every row is more than half full."""
     rows_per_rank = len(plan(lengths, data_size=data_size, token_budget=BUDGET)[0])
     least = -(-sum(lengths) // BUDGET)
     assert rows_per_rank <= max(1, -(-2 * least // data_size))
