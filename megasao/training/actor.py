@@ -1,0 +1,90 @@
+"""The policy's update: one optimizer step on the configured objective over all rows of a step.
+
+Invariants:
+- the denominator is global and the same on every rank;
+- ranks without tokens run the same rows (dummies) and enter every collective.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megasao.algorithms.objectives import Objective, PolicyInputs, make_objective
+from megasao.config import Config
+from megasao.megatron.models import MegatronModel, build_model
+from megasao.megatron.optimizer import Optimizer, build_optimizer
+from megasao.megatron.runtime import Topology
+from megasao.megatron.step import forward_backward, forward_only
+from megasao.ops.reference import Stats
+from megasao.training.batch import Batch
+from megasao.training.schedule import learning_rate
+from megasao.training.stats import reduce_stats
+
+
+@dataclass
+class Actor:
+    """The policy with its optimizer."""
+
+    model: MegatronModel
+    optimizer: Optimizer
+    topology: Topology
+    config: Config
+
+    @classmethod
+    def build(cls, path: Path, config: Config, topology: Topology) -> "Actor":
+        """The policy of the Hugging Face checkpoint at ``path``."""
+        model = build_model("actor", path, config)
+        return cls(model, build_optimizer(model, config.actor.optimizer), topology, config)
+
+    def logprobs(self, batch: Batch) -> list[torch.Tensor]:
+        """float32 [T] per row: log p of each token given those before it, at its sampling temperature."""
+        return forward_only(self.model, [r.row for r in batch.rows])
+
+    def update(self, batch: Batch, advantages: Sequence[torch.Tensor], *, actor_step: int) -> dict[str, float | None]:
+        """One optimizer step. ``advantages``: float32 [T] per row. Returns metrics over the whole step."""
+        objective = make_objective(self.config.algorithm.objective)
+        denominator = self._denominator(batch, advantages, objective)
+        total_steps = max(1, self.config.loop.steps - self.config.critic.warmup_steps)
+        rate = learning_rate(self.config.actor.optimizer, actor_step, total_steps)
+
+        def loss(index: int, logprobs: torch.Tensor) -> tuple[torch.Tensor, Stats]:
+            value, stats = objective.loss(self._inputs(batch, advantages, index, logprobs), denominator)
+            return value, {**stats, "loss": value.detach().double()}
+
+        self.optimizer.zero_grad()
+        stats = forward_backward(self.model, [r.row for r in batch.rows], loss)
+        grad_norm = self.optimizer.step(rate)
+        totals = reduce_stats(stats, self.topology)
+        return {
+            **objective.summarize(totals),
+            "loss": float(totals["loss"]),
+            "grad_norm": grad_norm,
+            "lr": rate,
+        }
+
+    def _inputs(
+        self, batch: Batch, advantages: Sequence[torch.Tensor], index: int, logprobs: torch.Tensor
+    ) -> PolicyInputs:
+        row = batch.rows[index]
+        return PolicyInputs(
+            logprobs=logprobs,
+            rollout_logprobs=row.rollout_logprobs,
+            advantages=advantages[index],
+            action_mask=row.action_mask,
+        )
+
+    def _denominator(self, batch: Batch, advantages: Sequence[torch.Tensor], objective: Objective) -> float:
+        """The step's global denominator; ``accepted_tokens`` costs a forward pass to count them."""
+        match self.config.algorithm.denominator:
+            case "action_tokens":
+                return float(batch.action_tokens)
+            case "sequences":
+                return float(batch.sequences)
+            case "accepted_tokens":
+                kept = [
+                    objective.kept(self._inputs(batch, advantages, index, logprobs)).sum()
+                    for index, logprobs in enumerate(self.logprobs(batch))
+                ]
+                return float(self.topology.all_reduce_data(torch.stack(kept).sum().double()))

@@ -1,0 +1,106 @@
+"""Checkpoints of a whole run: both models, both optimizers, RNG, the controller's state; or no checkpoint.
+
+Layout: ``checkpoints/step_000050/{actor/, critic/, rng-<rank>.safetensors, trainer.json, controller.json, COMPLETE}``
+and the pointer file ``checkpoints/latest``.
+
+Invariants:
+- ``COMPLETE`` is written last, ``latest`` after it; a directory without ``COMPLETE`` is never loaded;
+- a resumed run continues bit for bit on the same layout.
+"""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from megasao.config.rundir import RunDirectory, write_atomically
+from megasao.megatron.checkpoint import load_model, save_model
+from megasao.megatron.runtime import Topology
+from megasao.training.actor import Actor
+from megasao.training.critic import Critic
+
+COMPLETE = "COMPLETE"
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: finished training steps, and the actor's weight version."""
+
+    step: int = 0
+    version: int = 0
+    trained_trajectories: int = 0
+    seconds: float = 0.0
+    """Wall time spent training, over all launches."""
+
+
+def latest_checkpoint(run: RunDirectory) -> Path | None:
+    """The newest complete checkpoint, by the pointer; None when there is none yet."""
+    pointer = run.checkpoints / LATEST
+    if not pointer.exists():
+        return None
+    directory = run.checkpoints / pointer.read_text(encoding="utf-8").strip()
+    if not (directory / COMPLETE).exists():
+        raise ValueError(
+            f"{pointer} names {directory.name}, which is not a complete checkpoint (no file {COMPLETE}); "
+            f"point it at another directory of {run.checkpoints}, or remove it to start over"
+        )
+    return directory
+
+
+def save(
+    run: RunDirectory,
+    progress: Progress,
+    actor: Actor,
+    critic: Critic,
+    topology: Topology,
+    *,
+    controller_state: dict[str, Any] | None,
+    keep: int,
+) -> Path:
+    """Write the checkpoint after ``progress.step`` steps; every rank enters. Only rank 0 has the controller's state."""
+    directory = run.checkpoints / f"step_{progress.step:06d}"
+    if topology.rank == 0:
+        if directory.exists():
+            shutil.rmtree(directory)
+        directory.mkdir(parents=True)
+    topology.barrier()
+    save_model(actor.model, actor.optimizer, directory / "actor")
+    save_model(critic.model, critic.optimizer, directory / "critic")
+    save_file({"torch": torch.get_rng_state()}, directory / f"rng-{topology.rank}.safetensors")
+    topology.barrier()
+    if topology.rank == 0:
+        write_atomically(directory / "trainer.json", json.dumps(asdict(progress), indent=2))
+        write_atomically(directory / "controller.json", json.dumps(controller_state, indent=2))
+        write_atomically(directory / COMPLETE, "")
+        write_atomically(run.checkpoints / LATEST, directory.name)
+        prune(run, keep)
+    topology.barrier()
+    return directory
+
+
+def prune(run: RunDirectory, keep: int) -> None:
+    """Remove all but the ``keep`` newest complete checkpoints, and every incomplete one older than the newest."""
+    complete = sorted(p.parent for p in run.checkpoints.glob(f"step_*/{COMPLETE}"))
+    kept = set(complete[-keep:])
+    for directory in sorted(run.checkpoints.glob("step_*")):
+        if directory not in kept and directory < complete[-1]:
+            shutil.rmtree(directory)
+
+
+def restore(run: RunDirectory, actor: Actor, critic: Critic, topology: Topology) -> Progress:
+    """Load the latest checkpoint into both roles, or leave them as they are; every rank enters."""
+    directory = latest_checkpoint(run)
+    if directory is None:
+        return Progress()
+    missing = [n for n in ("actor", "critic", "trainer.json", "controller.json") if not (directory / n).exists()]
+    if missing:
+        raise ValueError(f"checkpoint {directory} lacks {', '.join(missing)}; restore an older one or start over")
+    load_model(actor.model, actor.optimizer, directory / "actor")
+    load_model(critic.model, critic.optimizer, directory / "critic")
+    torch.set_rng_state(load_file(directory / f"rng-{topology.rank}.safetensors")["torch"])
+    return Progress(**json.loads((directory / "trainer.json").read_text(encoding="utf-8")))

@@ -1,0 +1,59 @@
+"""The value model: values for the estimator, and K regressions on its targets per step.
+
+Invariants:
+- frozen attention moves by exactly nothing;
+- the learning-rate schedule counts actor steps: K updates of one step share one rate.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megasao.algorithms.value_loss import summarize, value_loss
+from megasao.config import Config
+from megasao.megatron.models import MegatronModel, build_model
+from megasao.megatron.optimizer import Optimizer, build_optimizer
+from megasao.megatron.runtime import Topology
+from megasao.megatron.step import forward_backward, forward_only
+from megasao.ops.reference import Stats
+from megasao.training.batch import Batch
+from megasao.training.schedule import learning_rate
+from megasao.training.stats import reduce_stats
+
+
+@dataclass
+class Critic:
+    """The value model with its optimizer."""
+
+    model: MegatronModel
+    optimizer: Optimizer
+    topology: Topology
+    config: Config
+
+    @classmethod
+    def build(cls, path: Path, config: Config, topology: Topology) -> "Critic":
+        """The policy of ``path`` with its output layer replaced by a value head."""
+        model = build_model("critic", path, config)
+        return cls(model, build_optimizer(model, config.critic.optimizer), topology, config)
+
+    def values(self, batch: Batch) -> list[torch.Tensor]:
+        """float32 [T] per row: V of the tokens before each token."""
+        return forward_only(self.model, [r.row for r in batch.rows])
+
+    def update(self, batch: Batch, returns: Sequence[torch.Tensor], *, step: int) -> dict[str, float | None]:
+        """One optimizer step on E[(V - R)^2] over action tokens. ``returns``: float32 [T] per row."""
+
+        rate = learning_rate(self.config.critic.optimizer, step, self.config.loop.steps)
+
+        def loss(index: int, values: torch.Tensor) -> tuple[torch.Tensor, Stats]:
+            return value_loss(
+                values, returns[index], batch.rows[index].action_mask, denominator=float(batch.action_tokens)
+            )
+
+        self.optimizer.zero_grad()
+        stats = forward_backward(self.model, [r.row for r in batch.rows], loss)
+        grad_norm = self.optimizer.step(rate)
+        metrics = summarize(reduce_stats(stats, self.topology))
+        return {**metrics, "loss": metrics["mean_square_error"], "grad_norm": grad_norm, "lr": rate}

@@ -1,0 +1,192 @@
+"""The training loop of one trainer rank; every rank runs it and enters every collective.
+
+Invariants:
+- the loaded version is published before the first batch is asked for;
+- a step's batch is fixed by the controller's ledger, so a repeated step after a crash repeats its numbers;
+- version = number of actor updates; the critic's warm-up leaves it at 0.
+"""
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from megasao.config import Config
+from megasao.config.rundir import RunDirectory
+from megasao.environments.encoding import TokenizerCodec
+from megasao.megatron.bridge import export_hf, save_hf
+from megasao.megatron.runtime import Topology
+from megasao.observability.examples import write_examples
+from megasao.observability.metrics import MetricsWriter
+from megasao.training import checkpoint
+from megasao.training.actor import Actor
+from megasao.training.batch import Batch
+from megasao.training.checkpoint import Progress
+from megasao.training.critic import Critic
+from megasao.training.examples import example_rows
+from megasao.training.metrics import batch_metrics, throughput_metrics
+from megasao.training.source import POLL_SECONDS, BatchSource
+from megasao.training.step import StepResult, sao_step, timed
+from megasao.transport.client import ControllerClient
+from megasao.transport.messages import (
+    CheckpointSaved,
+    EvaluateRequest,
+    FinishRequest,
+    State,
+    StateRequest,
+    Status,
+    StatusRequest,
+)
+from megasao.weights.publisher import WeightPublisher
+
+
+@dataclass
+class Trainer:
+    """Everything a rank needs to train. ``publisher`` and ``writer`` exist on rank 0 only."""
+
+    run: RunDirectory
+    config: Config
+    topology: Topology
+    actor: Actor
+    critic: Critic
+    source: BatchSource
+    client: ControllerClient
+    codec: TokenizerCodec
+    publisher: WeightPublisher | None
+    writer: MetricsWriter | None
+    progress: Progress = field(default_factory=Progress)
+
+    def train(self) -> None:
+        """Run the configured steps from the latest checkpoint to the end."""
+        self.progress = checkpoint.restore(self.run, self.actor, self.critic, self.topology)
+        self.publish()
+        self.evaluate_when_due(first=self.progress.step == 0)
+        while self.progress.step < self.config.loop.steps:
+            self.train_step()
+        self.finish()
+
+    def train_step(self) -> None:
+        """One step: batch, SAO update, publication, evaluation, checkpoint."""
+        started = time.perf_counter()
+        step, version = self.progress.step, self.progress.version
+        metrics: dict[str, float | None] = {}
+        with timed(metrics, "time/wait"):
+            manifest = self.source.next_manifest(step, version)
+        with timed(metrics, "time/fetch"):
+            batch = self.source.load(manifest)
+        show = step % self.config.observability.examples_every == 0
+        logprobs = self.actor.logprobs(batch) if show else []
+        result = sao_step(self.actor, self.critic, batch, step=step, config=self.config)
+        metrics.update(result.metrics)
+        actor_moved = step >= self.config.critic.warmup_steps
+        self.progress = dataclasses.replace(
+            self.progress,
+            step=step + 1,
+            version=version + int(actor_moved),
+            trained_trajectories=self.progress.trained_trajectories + len(manifest.entries),
+        )
+        with timed(metrics, "time/publish"):
+            if actor_moved:
+                self.publish()
+        if actor_moved:
+            self.evaluate_when_due()
+        if show and self.topology.rank == 0:
+            self.write_examples(batch, logprobs, result, step=step, version=version)
+        seconds = time.perf_counter() - started
+        self.progress = dataclasses.replace(self.progress, seconds=self.progress.seconds + seconds)
+        with timed(metrics, "time/checkpoint"):
+            self.checkpoint_when_due()
+        metrics.update(batch_metrics(manifest, version))
+        metrics.update(throughput_metrics(metrics, batch.tokens, time.perf_counter() - started))
+        if self.writer is not None:
+            self.writer.log(step, {"weight_version": self.progress.version, **metrics})
+
+    def write_examples(
+        self, batch: Batch, logprobs: list[torch.Tensor], result: StepResult, *, step: int, version: int
+    ) -> None:
+        """Save a few of this rank's trajectories for the report."""
+        rows = example_rows(
+            batch,
+            logprobs,
+            result,
+            self.codec,
+            self.config.algorithm.objective,
+            count=self.config.observability.examples_per_step,
+        )
+        write_examples(self.run, step, version, rows)
+
+    def publish(self) -> None:
+        """Send the actor's weights to the engines; generation goes on meanwhile."""
+        tensors = export_hf(self.actor.model)
+        if self.publisher is not None:
+            self.publisher.publish(self.progress.version, tensors)
+
+    def evaluate_when_due(self, *, first: bool = False, final: bool = False) -> None:
+        """Ask for a background evaluation at version 0, at every multiple of ``every``, and at the end."""
+        every = self.config.evaluation.every
+        due = first or final or (every > 0 and self.progress.version > 0 and self.progress.version % every == 0)
+        if due and self.topology.rank == 0:
+            request = EvaluateRequest(step=self.progress.step, version=self.progress.version, final=final)
+            self.client.request(request, timeout_s=POLL_SECONDS)
+
+    def checkpoint_when_due(self, *, final: bool = False) -> None:
+        """Save at every multiple of ``every`` steps, and at the end."""
+        every = self.config.checkpoint.every
+        if not (final or (every > 0 and self.progress.step % every == 0)):
+            return
+        state = None
+        if self.topology.rank == 0:
+            reply, _ = self.client.request(StateRequest(step=self.progress.step), timeout_s=POLL_SECONDS)
+            assert isinstance(reply, State), reply
+            state = reply.state
+        checkpoint.save(
+            self.run,
+            self.progress,
+            self.actor,
+            self.critic,
+            self.topology,
+            controller_state=state,
+            keep=self.config.checkpoint.keep,
+        )
+        if self.topology.rank == 0:
+            self.client.request(CheckpointSaved(step=self.progress.step), timeout_s=POLL_SECONDS)
+
+    def finish(self) -> None:
+        """Last checkpoint, last evaluation, the policy as a Hugging Face checkpoint; then stop the run."""
+        if checkpoint_missing(self.run, self.progress):
+            self.checkpoint_when_due(final=True)
+        self.evaluate_when_due(final=True)
+        save_hf(self.actor.model, self.run.policy_path(self.config), self.run.final_policy)
+        self.topology.barrier()
+        if self.topology.rank == 0:
+            self.wait_for_evaluations()
+            self.client.request(FinishRequest(reason="all steps are done"), timeout_s=POLL_SECONDS)
+
+    def wait_for_evaluations(self) -> None:
+        """Wait until every evaluation has ended, at most ``evaluation.timeout_s``; TimeoutError names the open ones."""
+        deadline = time.monotonic() + self.config.evaluation.timeout_s
+        while True:
+            reply, _ = self.client.request(StatusRequest(), timeout_s=POLL_SECONDS)
+            assert isinstance(reply, Status), reply
+            if not reply.open_evaluations:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"evaluations {', '.join(reply.open_evaluations)} did not end within "
+                    f"evaluation.timeout_s = {self.config.evaluation.timeout_s:g} s"
+                )
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        """Close this rank's connections and files."""
+        for resource in (self.writer, self.publisher, self.client):
+            if resource is not None:
+                resource.close()
+
+
+def checkpoint_missing(run: RunDirectory, progress: Progress) -> bool:
+    """Whether the state at ``progress`` is not saved yet."""
+    latest: Path | None = checkpoint.latest_checkpoint(run)
+    return latest is None or latest.name != f"step_{progress.step:06d}"

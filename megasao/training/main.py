@@ -1,0 +1,60 @@
+"""One trainer rank as a process: world, roles, client, publisher; then the loop."""
+
+from megasao.config import Config
+from megasao.config.rundir import RunDirectory
+from megasao.environments.encoding import TokenizerCodec
+from megasao.megatron.runtime import Topology
+from megasao.observability.metrics import MetricsWriter
+from megasao.training.actor import Actor
+from megasao.training.critic import Critic
+from megasao.training.loop import Trainer
+from megasao.training.source import BatchSource
+from megasao.training.world import trainer_world
+from megasao.transport.client import ControllerClient
+from megasao.transport.keys import load_keys
+from megasao.weights.publisher import WeightPublisher
+
+
+def run(run: RunDirectory, config: Config) -> None:
+    """Train until the configured steps are done; resumes from the run's latest checkpoint."""
+    with trainer_world(config) as topology:
+        trainer = build_trainer(run, config, topology)
+        trainer.train()
+        trainer.close()
+
+
+def build_trainer(run: RunDirectory, config: Config, topology: Topology) -> Trainer:
+    """Both roles from the same checkpoint, and this rank's connections."""
+    endpoints = run.read_endpoints()
+    keys = load_keys(run.keys) if config.transport.curve else None
+    path = run.policy_path(config)
+    client = ControllerClient(
+        endpoints.controller,
+        identity=f"trainer-{topology.rank}",
+        keys=keys,
+        high_water_mark=config.transport.high_water_mark,
+    )
+    publisher = None
+    writer = None
+    if topology.rank == 0:
+        publisher = WeightPublisher(endpoints.weights, keys=keys, config=config.transport)
+        writer = MetricsWriter(
+            run,
+            "trainer",
+            tensorboard=True,
+            wandb_project=config.observability.wandb_project,
+            run_name=config.run.name,
+            config=config.model_dump(),
+        )
+    return Trainer(
+        run=run,
+        config=config,
+        topology=topology,
+        actor=Actor.build(path, config, topology),
+        critic=Critic.build(path, config, topology),
+        source=BatchSource(client, topology, config),
+        client=client,
+        codec=TokenizerCodec.from_directory(path),
+        publisher=publisher,
+        writer=writer,
+    )

@@ -1,0 +1,36 @@
+"""What a step's line in ``metrics/trainer.jsonl`` says beyond the losses: its data, staleness and speed."""
+
+import statistics
+
+from megasao.transport.messages import Manifest
+
+
+def batch_metrics(manifest: Manifest, version: int) -> dict[str, float | None]:
+    """Means over the step's trajectories; lags in weight versions at consumption; ``rollout/`` from the controller."""
+    entries = manifest.entries
+    rewards = [e.reward for e in entries]
+    lags = [max(0, version - e.oldest_version) for e in entries]
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "data/trajectories": float(len(entries)),
+        "data/lag_mean": statistics.fmean(lags),
+        "data/lag_max": float(max(lags)),
+        "data/mixed_versions": statistics.fmean(e.newest_version > e.oldest_version for e in entries),
+        "data/response_tokens": statistics.fmean(e.action_tokens for e in entries),
+        "data/total_tokens": statistics.fmean(e.tokens for e in entries),
+        "data/truncated": statistics.fmean(e.truncated for e in entries),
+        **{f"rollout/{name}": value for name, value in manifest.rollout.items()},
+    }
+
+
+def throughput_metrics(metrics: dict[str, float | None], tokens: int, seconds: float) -> dict[str, float | None]:
+    """Speed of the trainer. ``tokens``: all tokens of the step; ``seconds``: its wall time, waiting included."""
+    wait = metrics.get("time/wait") or 0.0
+    return {
+        "time/step": seconds,
+        "throughput/trainer_tokens_per_s": tokens / max(seconds - wait, 1e-9),
+        "throughput/rollout_tokens_per_s": metrics.get("rollout/tokens_per_s"),
+        "idle/trainer": wait / max(seconds, 1e-9),
+        "idle/rollout": metrics.get("rollout/idle"),
+    }

@@ -1,0 +1,74 @@
+"""Where a step's trajectories come from: the controller's manifest, and payload fetched by id.
+
+Invariants:
+- rank 0 alone asks for a manifest, and every rank gets the same one;
+- every rank fetches only what its own rows hold; payload never passes through rank 0.
+"""
+
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from megasao.config import Config
+from megasao.megatron.runtime import Topology
+from megasao.training.batch import Batch, pack_manifest
+from megasao.trajectories.schema import Trajectory, from_batch, from_ipc
+from megasao.transport.client import ControllerClient
+from megasao.transport.messages import BatchRequest, Fetched, FetchRequest, Manifest, Refused, Waiting
+
+POLL_SECONDS = 30.0
+"""Bound on one exchange with the controller; the whole wait is bounded by ``loop.batch_timeout_s``."""
+
+
+@dataclass
+class BatchSource:
+    """Batches for this rank."""
+
+    client: ControllerClient
+    topology: Topology
+    config: Config
+
+    def next_manifest(self, step: int, version: int) -> Manifest:
+        """The step's manifest, on every rank. TimeoutError after ``loop.batch_timeout_s``, saying what is missing."""
+        deadline = time.monotonic() + self.config.loop.batch_timeout_s
+        while True:
+            answer = None
+            if self.topology.rank == 0:
+                answer = msgspec.msgpack.encode(self._ask(step, version, deadline))
+            match msgspec.msgpack.decode(self.topology.broadcast_bytes(answer), type=Manifest | Waiting | Refused):
+                case Manifest() as manifest:
+                    return manifest
+                case Refused(reason=reason):
+                    raise TimeoutError(reason)
+
+    def _ask(self, step: int, version: int, deadline: float) -> Manifest | Waiting | Refused:
+        reply, _ = self.client.request(BatchRequest(step=step, version=version), timeout_s=POLL_SECONDS)
+        match reply:
+            case Manifest() | Refused():
+                return reply
+            case Waiting() if time.monotonic() < deadline:
+                return reply
+            case Waiting():
+                return Refused(
+                    f"no batch for step {step} within loop.batch_timeout_s = {self.config.loop.batch_timeout_s:g} s: "
+                    f"{reply.have} of {reply.need} trajectories ({reply.detail})"
+                )
+            case _:
+                return Refused(f"the controller answered a batch request with {type(reply).__name__}")
+
+    def load(self, manifest: Manifest) -> Batch:
+        """Plan the step, fetch what this rank's rows hold, and pack it."""
+        return pack_manifest(
+            manifest.entries,
+            self._fetch,
+            data_rank=self.topology.data_rank,
+            data_size=self.topology.data_size,
+            token_budget=self.config.trainer.token_budget,
+        )
+
+    def _fetch(self, ids: list[str]) -> list[Trajectory]:
+        reply, payload = self.client.request(FetchRequest(trajectory_ids=ids), timeout_s=POLL_SECONDS)
+        if not isinstance(reply, Fetched) or reply.count != len(ids):
+            raise RuntimeError(f"asked the controller for {len(ids)} trajectories, got {reply!r}")
+        return from_batch(from_ipc(payload))
