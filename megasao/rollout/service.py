@@ -1,0 +1,263 @@
+"""A worker's service to the controller: leases in, trajectories out, many episodes at once.
+
+Invariants:
+- a finished episode's result is kept until the controller acknowledges it, over any number of reconnections;
+- a failure of engine, environment or time is reported as a ``Failure`` with its reason, never as a reward;
+- no lease is asked for before the weights of the running trainer have arrived once;
+- an error in any background task ends the process within one tick; it never goes on half alive.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from megasao.config import Config
+from megasao.environments.base import EnvironmentFailure
+from megasao.rollout.engines.base import EngineError
+from megasao.rollout.episode import EpisodeRunner
+from megasao.rollout.evaluation import EvaluationGate
+from megasao.rollout.link import ControllerLink
+from megasao.rollout.versions import VersionedEngine
+from megasao.trajectories.ipc import to_ipc
+from megasao.trajectories.schema import Trajectory, to_batch
+from megasao.transport.messages import (
+    Ack,
+    Credit,
+    EvaluationResult,
+    Failure,
+    Heartbeat,
+    Lease,
+    Leases,
+    Refused,
+    Stop,
+    Trajectories,
+    Welcome,
+)
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.02
+"""Finished episodes within one tick travel in one Arrow batch."""
+
+
+class RolloutService:
+    """The protocol with the controller, and the episodes in flight. Engines are started and closed by the caller."""
+
+    def __init__(
+        self,
+        config: Config,
+        link: ControllerLink,
+        train: EpisodeRunner,
+        evaluation: EpisodeRunner,
+        source: VersionedEngine,
+    ) -> None:
+        """``train`` plays training leases on ``source``; ``evaluation`` plays the others on an engine of its own."""
+        self._config = config
+        self._link = link
+        self._train = train
+        self._evaluation = evaluation
+        self._source = source
+        self._gate = EvaluationGate(source, evaluation.engine, timeout_s=config.transport.weights_timeout_s)
+        self._episodes: dict[str, asyncio.Task[None]] = {}
+        self._finished: list[Trajectory] = []
+        self._ready = False
+        self._stopped: str | None = None
+        self._started = time.monotonic()
+        self._last_heartbeat = -float("inf")
+        self._last_credit: Credit | None = None
+        self._counts = {"episodes": 0.0, "evaluations": 0.0, "failures": 0.0}
+
+    def ready(self) -> None:
+        """The first weights are here: leases may come."""
+        self._ready = True
+
+    async def run(self) -> str:
+        """Serve until the controller says stop; its reason. ControllerSilent if it does not answer in time."""
+        receiving = asyncio.create_task(self._receive())
+        try:
+            while self._stopped is None:
+                await self._tick()
+                await asyncio.wait([receiving], timeout=TICK_S)
+                if receiving.done() and self._stopped is None:
+                    receiving.result()
+        finally:
+            await _cancel([receiving, *self._episodes.values()])
+        return self._stopped
+
+    # the controller's side
+
+    async def _receive(self) -> None:
+        while self._stopped is None:
+            self._handle(await self._link.receive())
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case Welcome():
+                for lease_id in message.unknown_leases:
+                    self._forget(lease_id)
+                self._link.welcomed()
+                self._last_credit = None
+            case Leases():
+                for lease in message.leases:
+                    self._begin(lease)
+            case Ack():
+                self._link.outbox.settle(message.seq)
+                for row, reason in message.refused.items():
+                    logger.warning("the controller refused %s: %s", row, reason)
+            case Refused():
+                self._refused(message)
+            case Stop():
+                self._stopped = message.reason
+            case _:
+                raise AssertionError(f"unhandled message {message!r}")
+
+    def _refused(self, message: Refused) -> None:
+        logger.warning("the controller refused message %s: %s", message.seq, message.reason)
+        if message.seq is not None:
+            self._link.outbox.settle(message.seq)
+
+    def _begin(self, lease: Lease) -> None:
+        if lease.lease_id in self._episodes or lease.lease_id in self._link.outbox.lease_ids():
+            return
+        play = self._play_evaluation(lease) if lease.evaluation_id is not None else self._play_training(lease)
+        task = asyncio.create_task(self._guard(lease, play), name=lease.lease_id)
+        self._episodes[lease.lease_id] = task
+        task.add_done_callback(lambda _: self._episodes.pop(lease.lease_id, None))
+
+    def _forget(self, lease_id: str) -> None:
+        """The lease is no longer ours: stop working on it. A finished result is still sent."""
+        task = self._episodes.get(lease_id)
+        if task is not None:
+            task.cancel()
+
+    # episodes
+
+    async def _play_training(self, lease: Lease) -> None:
+        await self._source.wait_for(lease.min_version, self._config.transport.weights_timeout_s)
+        async with asyncio.timeout(self._config.environment.episode_timeout_s):
+            trajectory = await self._train.run(lease)
+        self._finished.append(trajectory)
+        self._counts["episodes"] += 1
+
+    async def _play_evaluation(self, lease: Lease) -> None:
+        assert lease.evaluation_id is not None
+        async with self._gate.admit(lease.evaluation_id, lease.min_version):
+            async with asyncio.timeout(self._config.environment.episode_timeout_s):
+                trajectory = await self._evaluation.run(lease)
+        result = evaluation_result(self._link.outbox.next_seq(), lease, trajectory)
+        self._link.keep(result, [lease.lease_id])
+        self._counts["evaluations"] += 1
+
+    async def _guard(self, lease: Lease, play: Coroutine[Any, Any, None]) -> None:
+        """An episode that fails is reported with its reason; the worker goes on."""
+        try:
+            await play
+        except Exception as error:
+            reason = failure_reason(error)
+            log = logger.exception if reason == "internal_error" else logger.warning
+            log("episode %s of %s failed: %s: %s", lease.lease_id, lease.prompt_id, reason, error)
+            self._fail(lease.lease_id, reason, error)
+
+    def _fail(self, lease_id: str, reason: str, error: Exception) -> None:
+        failure = Failure(self._link.outbox.next_seq(), lease_id, reason, f"{type(error).__name__}: {error}")
+        self._link.keep(failure, [lease_id])
+        self._counts["failures"] += 1
+
+    # what is sent, once a tick
+
+    async def _tick(self) -> None:
+        active = [*self._episodes, *(t.trajectory_id for t in self._finished), *self._link.outbox.lease_ids()]
+        await self._link.keep_alive(active)
+        if self._finished:
+            self._ship(self._finished)
+            self._finished = []
+        await self._link.flush()
+        if self._link.connected:
+            await self._heartbeat()
+            await self._offer()
+
+    def _ship(self, trajectories: list[Trajectory]) -> None:
+        names = [trajectory.trajectory_id for trajectory in trajectories]
+        try:
+            payload = to_ipc(to_batch(trajectories))
+        except ValueError as error:
+            self._ship_one_by_one(trajectories, error)
+            return
+        self._link.keep(Trajectories(self._link.outbox.next_seq(), names), names, payload)
+
+    def _ship_one_by_one(self, trajectories: list[Trajectory], error: ValueError) -> None:
+        """A row that does not fit the schema is reported alone; the others go on."""
+        if len(trajectories) == 1:
+            self._fail(trajectories[0].trajectory_id, "invalid_trajectory", error)
+            return
+        for trajectory in trajectories:
+            self._ship([trajectory])
+
+    async def _offer(self) -> None:
+        """Say how many more episodes fit, when that or the weight version has changed."""
+        free = max(0, self._config.rollout.concurrency - len(self._episodes)) if self._ready else 0
+        credit = Credit(free, self._source.weight_version)
+        if credit != self._last_credit and await self._link.send(credit):
+            self._last_credit = credit
+
+    async def _heartbeat(self) -> None:
+        now = time.monotonic()
+        if now - self._last_heartbeat < self._config.transport.heartbeat_s:
+            return
+        self._last_heartbeat = now
+        self._last_credit = None
+        await self._link.send(Heartbeat(self.stats()))
+
+    def stats(self) -> dict[str, float]:
+        """Totals of this process, and the gauges ``active``, ``unacknowledged`` and ``weight_version``."""
+        engine = self._source.stats()
+        uptime = time.monotonic() - self._started
+        busy = engine.get("busy_seconds", 0.0)
+        return {
+            **engine,
+            **{f"evaluation_{name}": value for name, value in self._evaluation.engine.stats().items()},
+            **self._counts,
+            "idle_seconds": max(0.0, uptime - busy),
+            "uptime_seconds": uptime,
+            "active": float(len(self._episodes)),
+            "unacknowledged": float(len(self._link.outbox)),
+            "weight_version": float(self._source.weight_version),
+        }
+
+
+def evaluation_result(seq: int, lease: Lease, trajectory: Trajectory) -> EvaluationResult:
+    """What the controller is told of one evaluation episode."""
+    assert lease.evaluation_id is not None
+    return EvaluationResult(
+        seq=seq,
+        lease_id=lease.lease_id,
+        evaluation_id=lease.evaluation_id,
+        prompt_id=lease.prompt_id,
+        reward=sum(trajectory.rewards),
+        action_tokens=sum(trajectory.action_mask),
+        total_tokens=len(trajectory.tokens),
+        truncated=trajectory.finish_reason != "done",
+        oldest_version=trajectory.oldest_version,
+        newest_version=trajectory.newest_version,
+    )
+
+
+def failure_reason(error: Exception) -> str:
+    """The reason under which an episode's failure is counted."""
+    if isinstance(error, EngineError):
+        return "engine_error"
+    if isinstance(error, EnvironmentFailure):
+        return "environment_failure"
+    if isinstance(error, TimeoutError):
+        return "episode_timeout"
+    if isinstance(error, ValueError):
+        return "invalid_request"
+    return "internal_error"
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
