@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 def is_loopback(host: str) -> bool:
     """True if sockets bound to ``host`` cannot be reached from another machine."""
-    if host == "localhost":
-        return True
+    return host == "localhost" or (is_ipv4(host) and ipaddress.IPv4Address(host).is_loopback)
+
+
+def is_ipv4(host: str) -> bool:
+    """True for four numbers with dots."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ipaddress.IPv4Address(host)
     except ValueError:
         return False
+    return True
 
 
 def batch(config: "Config") -> Iterator[Problem]:
@@ -109,7 +113,9 @@ def waits(config: "Config") -> Iterator[Problem]:
 def exposure(config: "Config") -> Iterator[Problem]:
     """Sockets that other machines can reach are authenticated."""
     host = config.transport.host
-    if not is_loopback(host) and not config.transport.curve:
+    if host != "localhost" and not is_ipv4(host):
+        yield Problem("transport.host", f"expected localhost or an IPv4 address of this machine, got {host!r}")
+    elif not is_loopback(host) and not config.transport.curve:
         reason = (
             f"{host} can be reached from other machines and transport.curve is false: anyone there could send "
             "trajectories or weights; set transport.curve=true or bind to 127.0.0.1"

@@ -27,6 +27,7 @@ FLOAT = re.compile(
     r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
 )
 _PREFIX = "tag:yaml.org,2002:"
+_ALLOWED = {_PREFIX + kind for kind in ("null", "bool", "int", "float", "str", "map", "seq")}
 _TAGS = [("null", NULL), ("bool", BOOL), ("int", INT), ("float", FLOAT)]
 
 
@@ -126,7 +127,7 @@ def _plain(node: yaml.Node, path: KeyPath, document: Document, parents: tuple[in
     if id(node) in parents:
         document.problems.append(document.problem(path, "an alias that contains itself"))
         return None
-    if not node.tag.startswith(_PREFIX) or node.tag == _PREFIX:
+    if node.tag not in _ALLOWED:
         document.problems.append(document.problem(path, f"the tag {node.tag} is not allowed; write a plain value"))
         return None
     below = (*parents, id(node))

@@ -14,6 +14,8 @@ from pydantic import BaseModel
 from megasao.config.document import KeyPath, dotted
 
 MOST_SHOWN = 3
+SHORTEST_PART = 4
+"""Letters from which on a key counts as an abbreviation of keys that contain it."""
 
 
 def one_slip_apart(left: str, right: str) -> bool:
@@ -67,9 +69,10 @@ def suggest(root: type[BaseModel], path: KeyPath) -> list[str]:
         return [dotted((*section, name)) for name in close]
     elsewhere = [other for other in dict.fromkeys(all_paths(root)) if other[-1] == plain]
     if not elsewhere:
-        near = difflib.get_close_matches(plain, here, n=1)
+        whole = [name for name in here if plain in name and len(plain) >= SHORTEST_PART]
+        near = whole or difflib.get_close_matches(plain, here, n=1)
         if near:
-            return [dotted((*section, name)) for name in near]
+            return [dotted((*section, name)) for name in near[:MOST_SHOWN]]
         elsewhere = [other for other in dict.fromkeys(all_paths(root)) if one_slip_apart(plain, str(other[-1]))]
     elsewhere.sort(key=lambda other: (-_shared(other, path), len(other)))
     return [dotted(other) for other in elsewhere[:MOST_SHOWN]]

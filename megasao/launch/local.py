@@ -56,7 +56,7 @@ class LocalRun:
         command: RoleCommand,
         guardian: Guardian,
         signals: StopSignals,
-        on_tick: Callable[[], None],
+        on_tick: Callable[[dict[str, int]], None],
     ) -> None:
         self.run = run
         self.config = config
@@ -85,7 +85,7 @@ class LocalRun:
             (port,) = free_ports(1)  # a new one each time: the old one may still be waiting in the kernel
             return trainer_roles(self.run, self.config, self._command, stage=stage, host="127.0.0.1", port=port)
 
-        return Unit("the trainer world" if stage == "trainer" else "the fine-tuning world", make_roles)
+        return Unit(stage, make_roles)
 
     def _supervise(self, main: Unit, services: list[Unit]) -> Outcome:
         limits = Limits(
@@ -112,14 +112,14 @@ def report(log: Path, text: str) -> None:
     print(f"launcher: {text}", flush=True)
 
 
-def every(seconds: float, action: Callable[[], None]) -> Callable[[], None]:
+def every(seconds: float, action: Callable[[dict[str, int]], None]) -> Callable[[dict[str, int]], None]:
     """``action``, at most once in ``seconds``."""
     last = float("-inf")
 
-    def limited() -> None:
+    def limited(restarts: dict[str, int]) -> None:
         nonlocal last
         if time.monotonic() - last >= seconds:
             last = time.monotonic()
-            action()
+            action(restarts)
 
     return limited

@@ -18,6 +18,7 @@ from megasao.config.errors import UserError
 from megasao.config.load import dump_config, load_config
 from megasao.config.rundir import Endpoints, RunDirectory, write_atomically
 from megasao.launch.ports import free_ports
+from megasao.transport.keys import make_run_keys
 
 SAFE_TO_CHANGE = ("loop.steps", "observability", "checkpoint", "evaluation", "supervision")
 _SAME_BY_CONSTRUCTION = ("run.directory",)  # may be spelled another way for the same place
@@ -36,9 +37,7 @@ def prepared_run(config: Config, *, resume: bool) -> Iterator[RunDirectory]:
             refuse_unsafe_changes(load_config(run.config), config)
         run.create()
         write_atomically(run.config, dump_config(config))
-        if config.transport.curve and not run.keys.exists():
-            from megasao.transport.keys import make_run_keys
-
+        if config.transport.curve:
             make_run_keys(run.keys)
         run.write_endpoints(new_endpoints(config))
         yield run

@@ -127,7 +127,7 @@ class Supervisor:
         *,
         guardian: Guardian,
         signals: StopSignals,
-        on_tick: Callable[[], None],
+        on_tick: Callable[[dict[str, int]], None],
         report: Callable[[str], None],
     ) -> None:
         self.main = main
@@ -142,6 +142,11 @@ class Supervisor:
     def units(self) -> list[Unit]:
         """Services first."""
         return [*self.services, self.main]
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Restarts of each unit so far."""
+        return {unit.name: unit.restarts for unit in self.units}
 
     def supervise(self) -> Outcome:
         """Start everything and stay until the main unit finished, or a signal came; RoleFailed if it cannot go on."""
@@ -171,7 +176,7 @@ class Supervisor:
                 self._handle_death(unit, unit.failed)
         if self.main.first_exit_at is not None and now - self.main.first_exit_at > self.limits.straggler_timeout_s:
             self._handle_death(self.main, self.main.running)
-        self._on_tick()
+        self._on_tick(self.restarts)
 
     def _handle_death(self, unit: Unit, culprits: list[RoleProcess]) -> None:
         """Plan the restart of ``unit``, or fail the run."""
@@ -230,5 +235,5 @@ class Supervisor:
                 unit.poll()
             if not any(unit.running for unit in self.units):
                 return
-            self._on_tick()
+            self._on_tick(self.restarts)
             self._signals.sleep(POLL_S)

@@ -1,0 +1,140 @@
+"""Impossible combinations are refused at load; their nearest possible neighbour is accepted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasao.config.errors import ConfigError
+from megasao.config.load import load_config
+from megasao.config.model_check import check_model
+
+LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
+BASE = ["loop.steps=160"]
+
+CASES = [
+    (["loop.batch_size=1"], ["loop.batch_size=2"], "loop.batch_size", "critic cannot learn"),
+    (["buffer.max_trajectories=63"], ["buffer.max_trajectories=64"], "loop.batch_size", "buffer.max_trajectories = 63"),
+    (["critic.warmup_steps=160"], ["critic.warmup_steps=159"], "critic.warmup_steps", "leave no step"),
+    (
+        ["actor.optimizer.warmup_steps=160"],
+        ["actor.optimizer.warmup_steps=159"],
+        "actor.optimizer.warmup_steps",
+        "peak",
+    ),
+    (["sft.optimizer.warmup_steps=800"], ["sft.optimizer.warmup_steps=400"], "sft.optimizer.warmup_steps", "sft.steps"),
+    (["sft.optimizer.warmup_steps=401"], ["sft.optimizer.warmup_steps=400"], "sft.optimizer.decay_start", "before the"),
+    (
+        ["environment.max_turn_tokens=111"],
+        ["environment.max_turn_tokens=110"],
+        "environment.max_turn_tokens",
+        "episode",
+    ),
+    (["trainer.token_budget=109"], ["trainer.token_budget=110"], "trainer.token_budget", "at least 110"),
+    (["buffer.lease_timeout_s=59"], ["buffer.lease_timeout_s=60"], "buffer.lease_timeout_s", "episode_timeout_s"),
+    (["loop.batch_timeout_s=59"], ["loop.batch_timeout_s=60"], "loop.batch_timeout_s", "episode_timeout_s"),
+    (["transport.dead_after_s=3.9"], ["transport.dead_after_s=4"], "transport.dead_after_s", "heartbeat"),
+    (["transport.host=0.0.0.0"], ["transport.host=0.0.0.0", "transport.curve=true"], "transport.host", "curve"),
+    (["transport.host=10.0.0.1"], ["transport.host=127.0.0.2"], "transport.host", "curve"),
+    (["transport.host=::1"], ["transport.host=localhost"], "transport.host", "IPv4"),
+    (["transport.host='*'", "transport.curve=true"], ["transport.host=localhost"], "transport.host", "IPv4"),
+    (["parallel.tensor=3"], ["parallel.tensor=2"], "parallel", "not a multiple"),
+    (["parallel.expert=3"], ["parallel.expert=2"], "parallel", "not a multiple"),
+    (["parallel.sequence=true"], ["parallel.sequence=true", "parallel.tensor=2"], "parallel", "no meaning"),
+    (["rollout.temperature=0"], ["rollout.temperature=0.1"], "rollout.temperature", "greater than 0"),
+    (
+        ["algorithm.advantages.policy_lambda=1.1"],
+        ["algorithm.advantages.policy_lambda=1"],
+        "algorithm.advantages.policy_lambda",
+        "less than or equal to 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "right", "path", "reason"), CASES, ids=[case[0][0] for case in CASES])
+def test_combinations(wrong: list[str], right: list[str], path: str, reason: str) -> None:
+    load_config(LAPTOP, BASE + right)
+    with pytest.raises(ConfigError) as caught:
+        load_config(LAPTOP, BASE + wrong)
+    (problem,) = caught.value.problems
+    assert problem.path == path
+    assert reason in problem.reason
+    assert problem.where
+
+
+def test_several_impossible_combinations_are_listed_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(LAPTOP, ["loop.batch_size=1", "transport.host=0.0.0.0", "critic.warmup_steps=500"])
+    assert {p.path for p in caught.value.problems} == {"loop.batch_size", "transport.host", "critic.warmup_steps"}
+
+
+# against the model's config.json
+
+SHAPE: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "num_experts": 8,
+    "moe_intermediate_size": 96,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+}
+
+
+def model(tmp_path: Path, **changes: Any) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | changes))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    return f"model.path={tmp_path}"
+
+
+MODEL_CASES: list[tuple[dict[str, Any], list[str], str]] = [
+    ({}, ["parallel.tensor=2"], "parallel.sequence"),
+    ({"num_key_value_heads": 1}, ["parallel.tensor=2", "parallel.sequence=true"], "parallel.tensor"),
+    ({"num_hidden_layers": 3}, ["parallel.pipeline=2"], "parallel.pipeline"),
+    ({"num_experts": 7}, ["parallel.expert=2"], "parallel.expert"),
+    ({"moe_intermediate_size": 97}, ["parallel.expert_tensor=2"], "parallel.expert_tensor"),
+    ({"num_experts": None}, ["parallel.expert=2"], "parallel.expert"),
+    ({"num_experts": None, "intermediate_size": 97}, ["parallel.tensor=2"], "parallel.tensor"),
+    ({"max_position_embeddings": 109}, [], "environment.max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("changes", "overrides", "path"), MODEL_CASES)
+def test_layouts_that_do_not_fit_the_model(
+    tmp_path: Path, changes: dict[str, Any], overrides: list[str], path: str
+) -> None:
+    config = load_config(LAPTOP, [model(tmp_path, **changes), *overrides])
+    with pytest.raises(ConfigError) as caught:
+        check_model(config)
+    assert [problem.path for problem in caught.value.problems] == [path]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["parallel.tensor=2", "parallel.sequence=true"],
+        ["parallel.expert=2"],
+        ["parallel.pipeline=2"],
+        ["parallel.expert_tensor=2"],
+    ],
+)
+def test_layouts_that_fit_the_model(tmp_path: Path, overrides: list[str]) -> None:
+    assert check_model(load_config(LAPTOP, [model(tmp_path), *overrides]))
+
+
+def test_a_model_that_is_not_there_yet_is_not_an_error(tmp_path: Path) -> None:
+    assert not check_model(load_config(LAPTOP, [f"model.path={tmp_path / 'absent'}"]))
+
+
+def test_a_broken_checkpoint_directory(tmp_path: Path) -> None:
+    config = load_config(LAPTOP, [model(tmp_path)])
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer.json[\s\S]*safetensors"):
+        check_model(config)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        check_model(config)
