@@ -1,0 +1,115 @@
+"""The messages between the weight publisher (trainer) and its receivers (rollout workers).
+
+The receiver drives the transfer: it is told what there is, fetches bucket by bucket, and says when it is ready. Every
+message may be sent twice or be lost without harm, because the receiver repeats its state with each heartbeat.
+
+``epoch`` is a random name of one life of the publisher: after its restart the same version number may mean other
+weights, so nothing of an older epoch is ever mixed with it.
+"""
+
+import msgspec
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """One tensor inside the flat buffer: ``dtype`` as in ``float32``, ``offset`` in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+# receiver -> publisher
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """First message and heartbeat. ``version`` is what the engines run, ``loading`` what is being fetched or staged;
+    both in the life ``epoch`` of the publisher (null before the first contact)."""
+
+    epoch: str | None
+    version: int | None
+    loading: int | None
+
+
+class Fetch(msgspec.Struct, tag=True, frozen=True):
+    """Please send this bucket."""
+
+    epoch: str
+    version: int
+    bucket: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """All buckets arrived intact and every engine has staged them."""
+
+    epoch: str
+    version: int
+
+
+class Committed(msgspec.Struct, tag=True, frozen=True):
+    """Every engine runs this version now."""
+
+    epoch: str
+    version: int
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """This receiver cannot take this version now; it starts again with its next heartbeat."""
+
+    epoch: str
+    version: int
+    reason: str
+
+
+# publisher -> receiver
+
+
+class Current(msgspec.Struct, tag=True, frozen=True):
+    """Answer to ``Hello``: the newest committed version, null before the first."""
+
+    epoch: str
+    version: int | None
+
+
+class Announce(msgspec.Struct, tag=True, frozen=True):
+    """This version can be fetched: ``total_bytes`` in buckets of ``bucket_bytes`` (the last one may be shorter)."""
+
+    epoch: str
+    version: int
+    tensors: list[TensorSpec]
+    total_bytes: int
+    bucket_bytes: int
+
+
+class Bucket(msgspec.Struct, tag=True, frozen=True):
+    """One piece of the flat buffer (the payload), with the CRC-32 of its bytes."""
+
+    epoch: str
+    version: int
+    bucket: int
+    crc32: int
+
+
+class Commit(msgspec.Struct, tag=True, frozen=True):
+    """Make the staged version current."""
+
+    epoch: str
+    version: int
+
+
+class Quarantine(msgspec.Struct, tag=True, frozen=True):
+    """The others went on to this version without you: do not count as in sync until you have committed it."""
+
+    epoch: str
+    version: int
+    reason: str
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """The last message was not understood; the publisher goes on."""
+
+    reason: str
+
+
+FromReceiver = Hello | Fetch | Ready | Committed | Failed
+ToReceiver = Current | Announce | Bucket | Commit | Quarantine | Refused

@@ -1,0 +1,315 @@
+"""The rollout worker's side of live weights: fetches new versions, stages them in the engines, commits when told.
+
+Invariants, asserted by the tests:
+- an engine sees a version only when every bucket has arrived with the right checksum, and runs it only after the
+  publisher's commit;
+- a restarted publisher is recognised by its epoch, and its version is taken even if the number is lower;
+- nothing that arrives can end the receiver: a wrong message is counted and the next heartbeat starts again;
+- an engine's failure is reported to the publisher and shown as ``quarantined``.
+"""
+
+import asyncio
+import logging
+import time
+import zlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import zmq
+import zmq.asyncio
+
+from megasao.config.rollout import TransportConfig
+from megasao.transport.codec import MalformedMessage, decode, encode
+from megasao.transport.endpoints import connect_dealer
+from megasao.transport.keys import CurveKeys
+from megasao.weights.flat import bucket_count, check_manifest, unpack
+from megasao.weights.messages import (
+    Announce,
+    Bucket,
+    Commit,
+    Committed,
+    Current,
+    Failed,
+    Fetch,
+    Hello,
+    Quarantine,
+    Ready,
+    Refused,
+    ToReceiver,
+)
+
+_log = logging.getLogger(__name__)
+
+_WINDOW = 4
+"""Buckets asked for ahead of the one that is awaited."""
+
+
+class WeightSink(Protocol):
+    """What takes the weights; every ``Engine`` is one."""
+
+    async def prepare_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """Stage a complete set."""
+
+    async def commit_weights(self, version: int) -> None:
+        """Make the staged set current."""
+
+    async def discard_weights(self, version: int) -> None:
+        """Forget a staged set."""
+
+
+class _Download:
+    """One version on its way in."""
+
+    def __init__(self, announce: Announce) -> None:
+        check_manifest(announce.tensors, announce.total_bytes, announce.bucket_bytes)
+        self.epoch, self.version, self.specs = announce.epoch, announce.version, announce.tensors
+        self.bucket_bytes = announce.bucket_bytes
+        self.buffer = torch.empty(announce.total_bytes, dtype=torch.uint8)
+        self.wanted = list(reversed(range(bucket_count(announce.total_bytes, announce.bucket_bytes))))
+        self.asked: set[int] = set()
+        self.progress_at = time.monotonic()
+        self.staged = False
+
+    @property
+    def complete(self) -> bool:
+        return not self.wanted and not self.asked
+
+    def next_buckets(self) -> list[int]:
+        """Buckets to ask for now."""
+        asking = [self.wanted.pop() for _ in range(min(len(self.wanted), _WINDOW - len(self.asked)))]
+        self.asked.update(asking)
+        return asking
+
+    def take(self, bucket: Bucket, payload: bytes) -> None:
+        """Store a bucket that was asked for. ValueError if it is damaged."""
+        if bucket.bucket not in self.asked:
+            return
+        start = bucket.bucket * self.bucket_bytes
+        place = self.buffer[start : start + self.bucket_bytes]
+        if len(payload) != len(place):
+            raise ValueError(f"bucket {bucket.bucket} has {len(payload)} bytes, expected {len(place)}")
+        if zlib.crc32(payload) != bucket.crc32:
+            raise ValueError(f"bucket {bucket.bucket} is damaged: its CRC-32 does not match")
+        place.numpy()[:] = memoryview(payload)
+        self.asked.discard(bucket.bucket)
+        self.progress_at = time.monotonic()
+
+
+class WeightReceiver:
+    """Keeps ``engines`` at the publisher's newest version. Run it as a task: ``asyncio.create_task(receiver.run())``.
+
+    ``identity`` (UTF-8 text) names the receiver at the publisher and must be unique in the run.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *engines: WeightSink,
+        identity: bytes,
+        config: TransportConfig,
+        keys: CurveKeys | None = None,
+    ) -> None:
+        """``config.weights_timeout_s`` bounds every call of an engine and every wait for a bucket."""
+        self._address, self._identity, self._engines = address, identity, engines
+        self._name = identity.decode("utf-8")
+        self._keys, self._high_water_mark = keys, config.high_water_mark
+        self._timeout_s, self._heartbeat_s = config.weights_timeout_s, config.heartbeat_s
+        self._socket: Any = None
+        self._epoch: str | None = None
+        self._version: int | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._download: _Download | None = None
+        self._changed = asyncio.Condition()
+        self._heard_at: float | None = None
+        self.quarantined: str | None = None
+        """Why the engines are not at the publisher's version though they should be; null when in sync."""
+        self.malformed = 0
+        """Messages that were not understood or refused, total."""
+
+    @property
+    def version(self) -> int | None:
+        """The version that every engine runs, null before the first sync."""
+        return self._version
+
+    def latest(self) -> tuple[int, dict[str, torch.Tensor]] | None:
+        """The committed version and its tensors (read-only: shared), for an engine that is loaded by hand."""
+        return None if self._version is None else (self._version, self._tensors)
+
+    async def wait_for_version(self, version: int, timeout: float) -> int:
+        """Wait until the engines run ``version`` or a newer one, and return it. TimeoutError names the publisher."""
+        async with self._changed:
+            try:
+                await asyncio.wait_for(
+                    self._changed.wait_for(lambda: self._version is not None and self._version >= version), timeout
+                )
+            except TimeoutError:
+                heard = "never" if self._heard_at is None else f"{time.monotonic() - self._heard_at:.1f} s ago"
+                raise TimeoutError(
+                    f"no weight version >= {version} after {timeout:g} s (at {self._version}); the publisher at "
+                    f"{self._address} was last heard {heard}; quarantined: {self.quarantined}"
+                ) from None
+        assert self._version is not None
+        return self._version
+
+    async def run(self) -> None:
+        """Serve until cancelled. An error that is not the publisher's or an engine's doing is raised."""
+        context = zmq.asyncio.Context()
+        self._socket = connect_dealer(
+            context,
+            self._address,
+            identity=self._identity,
+            high_water_mark=self._high_water_mark,
+            keys=self._keys,
+        )
+        tasks = {asyncio.create_task(self._receive_all()), asyncio.create_task(self._beat_forever())}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._socket.close(linger=0)
+            context.term()
+
+    async def _beat_forever(self) -> None:
+        while True:
+            await self._beat()
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def _beat(self) -> None:
+        """Repeat our state, so that anything that was lost on the way is sent again."""
+        download = self._download
+        idle = time.monotonic() - download.progress_at if download is not None else 0.0
+        if download is not None and not download.staged and not download.complete and idle > self._timeout_s:
+            await self._give_up(download, f"no bucket arrived for {self._timeout_s:g} s")
+            download = None
+        loading = download.version if download is not None else None
+        epoch = self._epoch if download is None else download.epoch
+        version = self._version if epoch == self._epoch else None
+        await self._send(Hello(epoch, version, loading))
+        if download is None:
+            return
+        if download.staged:
+            await self._send(Ready(download.epoch, download.version))
+        elif idle > self._heartbeat_s:
+            for bucket in sorted(download.asked):
+                await self._send(Fetch(download.epoch, download.version, bucket))
+
+    async def _send(self, message: msgspec.Struct) -> None:
+        """Without waiting: with the publisher away the queue fills, and what does not fit is said again later."""
+        try:
+            await self._socket.send_multipart(encode(message), flags=zmq.NOBLOCK)
+        except zmq.Again:
+            _log.debug("weights: %s not sent, the queue to %s is full", type(message).__name__, self._address)
+
+    async def _receive_all(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            self._heard_at = time.monotonic()
+            try:
+                message, payload = decode(frames, ToReceiver)
+            except MalformedMessage as error:
+                self._refuse(str(error))
+                continue
+            await self._handle(message, payload)
+
+    def _refuse(self, reason: str) -> None:
+        self.malformed += 1
+        _log.warning("weights: a message from %s was refused: %s", self._address, reason)
+
+    async def _handle(self, message: Any, payload: bytes) -> None:
+        download = self._download
+        if isinstance(message, Announce):
+            await self._on_announce(message)
+        elif isinstance(message, Refused):
+            self._refuse(f"the publisher refused ours: {message.reason}")
+        elif isinstance(message, Quarantine):
+            if (message.epoch, message.version) != (self._epoch, self._version):
+                self.quarantined = message.reason
+        elif isinstance(message, Commit) and (message.epoch, message.version) == (self._epoch, self._version):
+            await self._send(Committed(message.epoch, message.version))
+        elif download is None or isinstance(message, Current):
+            return
+        elif (message.epoch, message.version) == (download.epoch, download.version):
+            if isinstance(message, Bucket):
+                await self._on_bucket(download, message, payload)
+            elif download.staged:
+                await self._commit(download)
+
+    async def _on_announce(self, announce: Announce) -> None:
+        """Start on a version, unless it is the one that we run or are loading already."""
+        wanted = (announce.epoch, announce.version)
+        if wanted == (self._epoch, self._version):
+            return
+        if self._download is not None:
+            if wanted == (self._download.epoch, self._download.version):
+                return
+            await self._discard(self._download)
+        try:
+            self._download = _Download(announce)
+        except ValueError as error:
+            self._refuse(str(error))
+            self.quarantined = str(error)
+            await self._send(Failed(announce.epoch, announce.version, str(error)))
+            return
+        await self._go_on(self._download)
+
+    async def _on_bucket(self, download: _Download, bucket: Bucket, payload: bytes) -> None:
+        try:
+            download.take(bucket, payload)
+        except ValueError as error:
+            await self._give_up(download, str(error))
+            return
+        await self._go_on(download)
+
+    async def _go_on(self, download: _Download) -> None:
+        for bucket in download.next_buckets():
+            await self._send(Fetch(download.epoch, download.version, bucket))
+        if not download.complete or download.staged:
+            return
+        tensors = unpack(download.specs, download.buffer)
+        reason = await self._on_engines("prepare_weights", download.version, tensors)
+        if reason is not None:
+            await self._give_up(download, reason)
+            return
+        download.staged = True
+        await self._send(Ready(download.epoch, download.version))
+
+    async def _commit(self, download: _Download) -> None:
+        reason = await self._on_engines("commit_weights", download.version)
+        if reason is not None:
+            await self._give_up(download, reason)
+            return
+        async with self._changed:
+            self._epoch, self._version = download.epoch, download.version
+            self._tensors = unpack(download.specs, download.buffer)
+            self._download, self.quarantined = None, None
+            self._changed.notify_all()
+        await self._send(Committed(download.epoch, download.version))
+
+    async def _on_engines(self, method: str, *arguments: Any) -> str | None:
+        """Call ``method`` on every engine; the reason if one failed."""
+        for index, engine in enumerate(self._engines):
+            try:
+                await asyncio.wait_for(getattr(engine, method)(*arguments), self._timeout_s)
+            except TimeoutError:
+                return f"engine {index} of {self._name}: {method} took more than {self._timeout_s:g} s"
+            except (RuntimeError, ValueError) as error:
+                return f"engine {index} of {self._name}: {method}: {error}"
+        return None
+
+    async def _give_up(self, download: _Download, reason: str) -> None:
+        """Tell the publisher, forget the download; the next heartbeat starts again."""
+        _log.warning("weights %d not taken: %s", download.version, reason)
+        self.quarantined = reason
+        await self._discard(download)
+        await self._send(Failed(download.epoch, download.version, reason))
+
+    async def _discard(self, download: _Download) -> None:
+        await self._on_engines("discard_weights", download.version)
+        if self._download is download:
+            self._download = None
