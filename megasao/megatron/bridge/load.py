@@ -1,0 +1,110 @@
+"""Reading a Hugging Face checkpoint into Megatron parameters: every rank reads only its slices."""
+
+import difflib
+import json
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megasao.megatron.bridge.local import local_parameters
+from megasao.megatron.bridge.parts import merge
+from megasao.megatron.bridge.table import LM_HEAD, VALUE_HEAD, Rule, rules
+
+if TYPE_CHECKING:
+    from megasao.megatron.models import MegatronModel
+
+
+class TensorFiles:
+    """Tensors by name over several safetensors files, read lazily and in slices. A context manager."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        for path in files:
+            opened = self._stack.enter_context(safe_open(path, framework="pt"))
+            self._files.update(dict.fromkeys(opened.keys(), opened))
+
+    def __enter__(self) -> "TensorFiles":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def names(self) -> set[str]:
+        """All tensor names."""
+        return set(self._files)
+
+    def read(self, name: str, dimension: int | None, shard: int, shards: int) -> Tensor:
+        """Shard ``shard`` of ``shards`` equal ones along ``dimension``; the whole tensor if that is None."""
+        lazy = self._files[name].get_slice(name)
+        if dimension is None or shards == 1:
+            return lazy[:] if lazy.get_shape() else self._files[name].get_tensor(name)
+        size = lazy.get_shape()[dimension]
+        if size % shards:
+            raise ValueError(f"{name}: dimension {dimension} has {size} entries, not a multiple of {shards} shards")
+        part = slice(shard * (size // shards), (shard + 1) * (size // shards))
+        return lazy[part] if dimension == 0 else lazy[:, part]
+
+
+def load_hf(model: "MegatronModel", path: Path) -> None:
+    """Fill the model's parameters from the checkpoint at ``path``; a critic's value head is left as it is.
+
+    Raises:
+        ValueError: a tensor is missing, left over, or has another shape; the message names it and the nearest name.
+    """
+    with TensorFiles(checkpoint_files(path)) as files:
+        check_names(model, files.names(), path)
+        for local in local_parameters(model):
+            if local.rule in VALUE_HEAD:
+                continue
+            parts = [files.read(name, local.rule.shard, local.shard, local.shards) for name in local.rule.hf]
+            assign(local.parameter, merge(local.rule, parts, model.hf_config), local.rule)
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint directory: those of its index, or the single one."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    absent = [name for name in names if not (path / name).is_file()]
+    if absent:
+        raise ValueError(f"{path} is not a complete Hugging Face checkpoint: {', '.join(absent)} is missing")
+    return [path / name for name in names]
+
+
+def check_names(model: "MegatronModel", found: set[str], path: Path) -> None:
+    """Refuse a checkpoint whose tensors are not exactly those of the model (a critic ignores ``lm_head``)."""
+    expected = {name for rule in rules(model.hf_config, model.role).values() for name in rule.hf}
+    if model.role == "critic":
+        expected -= {name for rule in VALUE_HEAD for name in rule.hf}
+    tolerated = set(LM_HEAD.hf) if model.role == "critic" or model.hf_config.get("tie_word_embeddings") else set()
+    missing, extra = sorted(expected - found), sorted(found - expected - tolerated)
+    if missing:
+        raise ValueError(
+            f"{path} lacks {len(missing)} tensor(s), first {missing[0]}{_nearest(missing[0], extra or found)}"
+        )
+    if extra:
+        raise ValueError(f"{path} has {len(extra)} unknown tensor(s), first {extra[0]}{_nearest(extra[0], expected)}")
+
+
+def _nearest(name: str, candidates: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(candidates), n=1)
+    return f" (nearest: {close[0]})" if close else ""
+
+
+def assign(parameter: torch.nn.Parameter, value: Tensor, rule: Rule) -> None:
+    """Copy ``value`` into ``parameter``; shapes must agree."""
+    if parameter.shape != value.shape:
+        raise ValueError(
+            f"{', '.join(rule.hf)} give shape {tuple(value.shape)}, but {rule.megatron} has {tuple(parameter.shape)}; "
+            "config.json does not describe these weights"
+        )
+    with torch.no_grad():
+        parameter.copy_(value)

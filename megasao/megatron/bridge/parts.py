@@ -1,0 +1,40 @@
+"""Merging Hugging Face tensors into one Megatron tensor, and taking it apart again; bit-exact both ways.
+
+Both directions work on a whole tensor or on one tensor-parallel shard: each HF tensor is cut evenly along the rule's
+dimension, and the shard of the merged tensor is the merge of the shards.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasao.megatron.bridge.table import Rule
+
+
+def merge(rule: Rule, parts: list[Tensor], hf_config: dict[str, Any]) -> Tensor:
+    """One Megatron tensor from the rule's HF tensors (whole, or all of one shard)."""
+    if rule.kind == "direct":
+        return parts[0]
+    if rule.kind == "gate_up":
+        return torch.cat(parts)
+    groups = parts[1].shape[0] // head_dim(hf_config)
+    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
+def split(rule: Rule, tensor: Tensor, hf_config: dict[str, Any]) -> list[Tensor]:
+    """The rule's HF tensors from one Megatron tensor (whole, or one shard): the inverse of :func:`merge`."""
+    if rule.kind == "direct":
+        return [tensor]
+    if rule.kind == "gate_up":
+        return list(tensor.chunk(2))
+    width = head_dim(hf_config)
+    queries = hf_config["num_attention_heads"] // hf_config["num_key_value_heads"]
+    groups = tensor.shape[0] // ((queries + 2) * width)
+    by_group = tensor.unflatten(0, (groups, -1)).split([queries * width, width, width], dim=1)
+    return [part.flatten(0, 1) for part in by_group]
+
+
+def head_dim(hf_config: dict[str, Any]) -> int:
+    """Width of one attention head."""
+    return int(hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"])

@@ -1,0 +1,281 @@
+"""Megatron models of actor and critic, built from a Hugging Face checkpoint directory.
+
+Invariants (tests assert them):
+
+- the actor's log-probabilities equal those of the transformers model of the same checkpoint (< 1e-5, fp32);
+- a critic started from a policy checkpoint lacks exactly the value head; everything else is bit-equal;
+- with frozen attention only ``mlp.*`` (experts or dense FFN, and the router that weighs them) and the value head move:
+  the embedding, all norms, q/k/v/o projections and q/k norms stay bit-equal (SAO, arXiv 2607.07508, trains "only the
+  FFN / expert projections" and the head);
+- no dropout, no auxiliary loss: the loss is the caller's alone.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megasao.config import Config
+from megasao.config.model import ModelConfig, ParallelConfig
+from megasao.megatron.architecture import expert_count, is_moe_layer, read_hf_config, rope_theta
+from megasao.megatron.modules import PackedAttention, RMSNorm, ValueHead
+from megasao.megatron.runtime import compute_device
+
+Role = Literal["actor", "critic"]
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """This rank's part of a model.
+
+    Attributes:
+        role: actor (language-model head) or critic (value head).
+        chunks: DDP-wrapped model chunks of this pipeline stage; their ``main_grad`` buffers hold the gradients.
+        transformer_config: Megatron's configuration, shared by the chunks.
+        hf_config: the checkpoint's config.json.
+    """
+
+    role: Role
+    chunks: list[DistributedDataParallel]
+    transformer_config: TransformerConfig
+    hf_config: dict[str, Any]
+
+    @property
+    def modules(self) -> list[GPTModel]:
+        """The bare GPT models inside the wrappers."""
+        return [_unwrap(chunk) for chunk in self.chunks]
+
+
+def build_model(role: Role, path: Path, config: Config, *, load: bool = True) -> MegatronModel:
+    """Build this rank's part of a model and, with ``load``, read its weights from the checkpoint.
+
+    Every rank calls this, after :func:`megasao.megatron.runtime.set_layout`.
+
+    Args:
+        role: actor or critic; the critic has a value head (weight 0, bias ``config.critic.head_bias``) in place of the
+            language-model head, and frozen attention where ``config.critic.freeze_attention``.
+        path: Hugging Face directory (config.json, *.safetensors).
+        load: False leaves random weights.
+
+    Raises:
+        ValueError: the architecture or a setting of config.json is not supported, or weights are missing or left over.
+    """
+    from megasao.megatron.bridge import load_hf
+
+    hf_config = read_hf_config(path)
+    transformer_config = make_transformer_config(hf_config, config.model, config.parallel)
+    gpt = _build_gpt(role, hf_config, transformer_config, config)
+    if role == "critic" and config.critic.freeze_attention:
+        freeze_all_but_ffn_and_head(gpt)
+    model = MegatronModel(role, [_wrap(gpt, transformer_config)], transformer_config, hf_config)
+    if load:
+        load_hf(model, path)
+    return model
+
+
+def freeze_all_but_ffn_and_head(module: torch.nn.Module) -> None:
+    """Stop training everything but FFN / experts / router (``.mlp.``) and the value head (``output_layer``)."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad = ".mlp." in name or name.startswith("output_layer.")
+
+
+def make_transformer_config(
+    hf_config: dict[str, Any], model: ModelConfig, parallel: ParallelConfig
+) -> TransformerConfig:
+    """Megatron's configuration of a qwen3 / qwen3_moe checkpoint under a layout."""
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
+    heads = hf_config["num_attention_heads"]
+    _divisible(hf_config["num_key_value_heads"], "num_key_value_heads", parallel.tensor, "parallel.tensor")
+    _divisible(hf_config["vocab_size"], "vocab_size", parallel.tensor, "parallel.tensor")
+    return TransformerConfig(
+        num_layers=hf_config["num_hidden_layers"],
+        hidden_size=hf_config["hidden_size"],
+        ffn_hidden_size=hf_config["intermediate_size"],
+        num_attention_heads=heads,
+        num_query_groups=hf_config["num_key_value_heads"],
+        kv_channels=hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf_config["rms_norm_eps"],
+        qk_layernorm=True,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        **_moe_settings(hf_config, parallel),
+        **_parallel_settings(parallel, dtype),
+        **_kernel_settings(),
+    )
+
+
+def _moe_settings(hf_config: dict[str, Any], parallel: ParallelConfig) -> dict[str, Any]:
+    experts = expert_count(hf_config)
+    if experts == 0:
+        return {}
+    _divisible(experts, "num_experts", parallel.expert, "parallel.expert")
+    if parallel.tensor > 1 and not parallel.sequence:
+        raise ValueError("a mixture of experts with parallel.tensor > 1 needs parallel.sequence = true")
+    if parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
+        # Megatron-Core then reduces the experts' gradients over the wrong ranks, silently.
+        raise ValueError(
+            f"parallel.expert_tensor = {parallel.expert_tensor} must equal parallel.tensor = {parallel.tensor} while "
+            "parallel.expert = 1; set it so, or use expert > 1"
+        )
+    return {
+        "num_moe_experts": experts,
+        "moe_layer_freq": [int(is_moe_layer(hf_config, layer)) for layer in range(hf_config["num_hidden_layers"])],
+        "moe_ffn_hidden_size": hf_config["moe_intermediate_size"],
+        "moe_router_topk": hf_config["num_experts_per_tok"],
+        # Softmax over the chosen logits equals softmax over all, renormalised over the chosen.
+        "moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False),
+        "moe_router_score_function": "softmax",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": parallel.dispatcher,
+        "moe_grouped_gemm": False,
+    }
+
+
+def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "sequence_parallel": parallel.sequence,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "variable_seq_lengths": True,
+        # Gradients are summed, never averaged: step.py returns losses already divided by the global denominator.
+        "calculate_per_token_loss": True,
+    }
+
+
+def _kernel_settings() -> dict[str, Any]:
+    """Everything that needs a CUDA extension is off on CPU."""
+    cuda = torch.cuda.is_available()
+    return {
+        "use_cpu_initialization": not cuda,
+        "persist_layer_norm": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "moe_permute_fusion": False,
+    }
+
+
+def _divisible(value: int, name: str, by: int, by_name: str) -> None:
+    if value % by:
+        raise ValueError(f"{name} = {value} of the checkpoint is not a multiple of {by_name} = {by}")
+
+
+def resolved_implementation(model: ModelConfig) -> Literal["local", "transformer_engine"]:
+    """``auto`` is TransformerEngine where CUDA and the package are present.
+
+    Raises:
+        ValueError: transformer_engine is asked for and is not there.
+    """
+    available = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    if model.transformer_impl == "transformer_engine" and not available:
+        raise ValueError(
+            "model.transformer_impl = transformer_engine needs CUDA and the package transformer_engine; "
+            "install it, or use local or auto"
+        )
+    return "local" if model.transformer_impl == "local" or not available else "transformer_engine"
+
+
+def _layer_spec(moe: bool, config: TransformerConfig, implementation: str) -> ModuleSpec:
+    experts = config.num_moe_experts if moe else None
+    if implementation == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(num_experts=experts, qk_layernorm=True)
+    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=True, normalization="RMSNorm")
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention.q_layernorm = attention.k_layernorm = RMSNorm
+    attention.core_attention = PackedAttention
+    return spec
+
+
+def _block_spec(
+    hf_config: dict[str, Any], config: TransformerConfig, implementation: str
+) -> TransformerBlockSubmodules:
+    offset = get_transformer_layer_offset(config)
+    layers = range(offset, offset + get_num_layers_to_build(config))
+    if implementation == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm: type = TENorm
+    else:
+        norm = RMSNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[_layer_spec(is_moe_layer(hf_config, layer), config, implementation) for layer in layers],
+        layer_norm=norm,
+    )
+
+
+def _build_gpt(role: Role, hf_config: dict[str, Any], config: TransformerConfig, run: Config) -> GPTModel:
+    tied = bool(hf_config.get("tie_word_embeddings", False)) and role == "actor"
+    if tied and run.parallel.pipeline > 1:
+        raise ValueError("tie_word_embeddings = true is not supported with parallel.pipeline > 1; use pipeline = 1")
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=_block_spec(hf_config, config, resolved_implementation(run.model)),
+        vocab_size=hf_config["vocab_size"],
+        max_sequence_length=hf_config["max_position_embeddings"],
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+        rotary_base=rope_theta(hf_config),
+    )
+    if role == "critic" and gpt.post_process:
+        gpt.output_layer = ValueHead(config, run.critic.head_bias)
+    return gpt
+
+
+def _wrap(gpt: GPTModel, config: TransformerConfig) -> DistributedDataParallel:
+    gpt.to(compute_device())
+    module = Float16Module(config, gpt) if config.bf16 else gpt
+    chunk = DistributedDataParallel(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
+        ),
+        module=module,
+        disable_bucketing=True,
+    )
+    config.no_sync_func = chunk.no_sync
+    config.finalize_model_grads_func = _finalize_without_scaling
+    return chunk
+
+
+def _finalize_without_scaling(model: list[Any], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
+    """Megatron's reduction of gradients, without its division by a token count: losses come divided."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _unwrap(chunk: torch.nn.Module) -> GPTModel:
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module  # type: ignore[assignment]
+    return chunk

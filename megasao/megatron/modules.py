@@ -1,0 +1,128 @@
+"""Modules that Megatron-Core takes through its layer specification, and the value head.
+
+Invariants (tests assert them):
+
+- attention inside a packed row never crosses a sequence boundary; the row's result equals that of its sequences alone;
+- no buffer of size [T, T] is made: sequences are padded to [B, max_seqlen], T = tokens of the row;
+- weights replicated over tensor-parallel ranks have complete gradients on each (norms are flagged, the head's
+  input is gathered).
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm over the last dimension, usable under sequence parallelism (the stock one is not)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **ignored: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Each rank sees a part of the sequence: Megatron sums the gradients of parameters flagged so.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise ``hidden`` [..., hidden_size]; same shape and dtype."""
+        return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class _Pad(torch.autograd.Function):
+    """[T, ...] -> [B * L, ...]. Padding slots repeat some token: nothing real ever attends to them."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, slot_to_token: Tensor, token_to_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(token_to_slot)
+        return tokens.index_select(0, slot_to_token)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (token_to_slot,) = ctx.saved_tensors
+        return gradients[0].index_select(0, token_to_slot), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """[B * L, ...] -> [T, ...], the inverse of :class:`_Pad` on real slots; padding slots get gradient zero."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: Tensor, token_to_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(token_to_slot)
+        ctx.slots = slots.shape
+        return slots.index_select(0, token_to_slot)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (token_to_slot,) = ctx.saved_tensors
+        result = gradients[0].new_zeros(ctx.slots)
+        return result.index_copy_(0, token_to_slot, gradients[0]), None
+
+
+def padding_indices(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """``(slot_to_token [B * max_seqlen], token_to_slot [T])``, int64, for sequences that start at ``cu_seqlens``."""
+    boundaries = cu_seqlens.long()
+    starts, lengths = boundaries[:-1, None], (boundaries[1:] - boundaries[:-1])[:, None]
+    offsets = torch.arange(max_seqlen, device=boundaries.device)[None, :]
+    slot_to_token = (starts + offsets).clamp_(max=tokens - 1).flatten()
+    token_to_slot = (offsets < lengths).flatten().nonzero().squeeze(1)
+    return slot_to_token, token_to_slot
+
+
+class PackedAttention(MegatronModule):
+    """Causal core attention on packed (THD) rows with grouped queries, by ``scaled_dot_product_attention``."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, **ignored: Any) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.scale = ignored.get("softmax_scale") or config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """``query`` [T, heads, d], ``key`` and ``value`` [T, groups, d] -> [T, heads * d]."""
+        assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", "rows are always packed"
+        assert attention_mask is None and attention_bias is None
+        length = packed_seq_params.max_seqlen_q
+        slot_to_token, token_to_slot = padding_indices(packed_seq_params.cu_seqlens_q, length, query.shape[0])
+
+        def by_sequence(tensor: Tensor) -> Tensor:
+            return _Pad.apply(tensor, slot_to_token, token_to_slot).unflatten(0, (-1, length)).transpose(1, 2)
+
+        result = functional.scaled_dot_product_attention(
+            by_sequence(query),
+            by_sequence(key),
+            by_sequence(value),
+            is_causal=True,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return _Unpad.apply(result.transpose(1, 2).flatten(0, 1), token_to_slot).flatten(1)
+
+
+class ValueHead(MegatronModule):
+    """hidden -> one value, in the output layer's place on the last stage; weight zero, so V starts at ``bias``."""
+
+    def __init__(self, config: TransformerConfig, bias: float) -> None:
+        super().__init__(config=config)
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.full((1,), bias, dtype=config.params_dtype))
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **ignored: Any) -> tuple[Tensor, None]:
+        """``hidden`` [T or T / TP, 1, hidden] -> float32 values [T, 1, 1]. Called as Megatron calls an output layer."""
+        if self.config.sequence_parallel:
+            # The head is replicated, so the gradient of its input is complete on each rank: split it, do not sum it.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return functional.linear(hidden.float(), self.weight.float(), self.bias.float()), None

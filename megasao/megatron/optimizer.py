@@ -1,0 +1,87 @@
+"""Adam on a Megatron model's trainable parameters, through Megatron's own optimizer.
+
+Invariants (tests assert them):
+
+- the gradient norm is that of the whole model (each parameter counted once), whatever the layout;
+- frozen parameters have no optimizer state and do not move.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+
+from megasao.config.training import OptimizerConfig
+from megasao.megatron.models import MegatronModel
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Megatron's optimizer of one model (two chained ones where experts are spread over ranks)."""
+
+    model: MegatronModel
+    megatron: Any
+
+    def zero_grad(self) -> None:
+        """Clear the gradient buffers; call before each :func:`megasao.megatron.step.forward_backward`."""
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def step(self, lr: float) -> float:
+        """Clip by the global norm and update at learning rate ``lr``; returns the norm before clipping.
+
+        Raises:
+            RuntimeError: the gradient norm is not finite; nothing was updated.
+        """
+        for group in self.megatron.param_groups:
+            group["lr"] = lr * group["lr_mult"]
+        norm = self._finite_norm()
+        updated, _, _ = self.megatron.step()
+        assert updated
+        return norm
+
+    def _finite_norm(self) -> float:
+        self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        if not torch.isfinite(torch.tensor(norm)):
+            raise RuntimeError(f"the {self.model.role}'s gradient norm is {norm}; no update was made")
+        return norm
+
+    def adam_state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
+        """Adam's state (exp_avg, exp_avg_sq, step) of each parameter that has been updated."""
+        return {
+            parameter: state
+            for part in self.megatron.chained_optimizers
+            if part.optimizer is not None
+            for parameter, state in part.optimizer.state.items()
+        }
+
+
+def build_optimizer(model: MegatronModel, config: OptimizerConfig) -> Optimizer:
+    """Adam for the model's trainable parameters. Collective.
+
+    Biases and vectors are exempt from weight decay, as is Megatron's custom.
+    """
+    transformer = model.transformer_config
+    megatron = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=transformer.bf16,
+            params_dtype=transformer.params_dtype,
+            use_distributed_optimizer=False,
+        ),
+        model.chunks,
+        use_gloo_process_groups=False,
+    )
+    for group in megatron.param_groups:
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    return Optimizer(model, megatron)
