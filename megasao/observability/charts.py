@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 Values = list[float | None]
 
-WIDTH, HEIGHT = 560, 220
-LEFT, RIGHT, TOP, BOTTOM = 50, 14, 12, 28
+WIDTH, HEIGHT = 400, 190
+LEFT, RIGHT, TOP, BOTTOM = 44, 10, 10, 24
 """Plot margins, in the units of the SVG's view box."""
 MAX_POINTS = 600
 SMOOTH_FROM = 50
@@ -110,13 +110,13 @@ def compact(value: float | None, percent: bool = False) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
 
 
-def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
+def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     """Round numbers (1, 2 or 5 times a power of ten apart) inside [low, high]."""
     if high <= low:
         return [low]
     raw = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.75)
     first = math.ceil(low / step - 1e-9)
     return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -190,7 +190,7 @@ def _axes(chart: Chart, scale: Scale) -> str:
     parts = []
     for value in _y_ticks(scale):
         y = f"{scale.y(value):.1f}"
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<line class="gridline" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
         text = compact(value, chart.percent)
         parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y}" dy=".32em" text-anchor="end">{text}</text>')
     base = HEIGHT - BOTTOM
@@ -198,7 +198,7 @@ def _axes(chart: Chart, scale: Scale) -> str:
     for value in ticks(scale.x_low, scale.x_high, 6):
         if value == int(value):
             x = f"{scale.x(value):.1f}"
-            parts.append(f'<text class="tick" x="{x}" y="{base + 16}" text-anchor="middle">{value:,.0f}</text>')
+            parts.append(f'<text class="tick" x="{x}" y="{base + 15}" text-anchor="middle">{value:,.0f}</text>')
     return "".join(parts)
 
 
@@ -219,7 +219,7 @@ def _line(chart: Chart, series: Series, scale: Scale) -> str:
     if chart.dots:
         points = [(x, y) for x, y in zip(chart.x, series.y, strict=True) if y is not None]
         parts += [
-            f'<circle class="dot s{series.color}" cx="{scale.x(x):.1f}" cy="{scale.y(y):.1f}" r="3"/>'
+            f'<circle class="dot s{series.color}" cx="{scale.x(x):.1f}" cy="{scale.y(y):.1f}" r="2.6"/>'
             for x, y in points
         ]
     return "".join(parts)

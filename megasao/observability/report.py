@@ -79,8 +79,8 @@ def _tiles(summary: Summary) -> str:
         ("sampled success", _change(summary.modes["sampled"])),
         ("weight version", _text(MISSING if summary.weight_version is None else f"v{summary.weight_version}")),
         ("lag, mean and max", _text(f"{number(summary.lag_mean, 2)} / {count(summary.lag_max)}")),
-        ("trajectories trained on", _text(count(summary.trajectories), f"{count(excluded)} excluded")),
-        ("SAO time", _text(duration(summary.sao_seconds), f"+ {duration(summary.fine_tuning_seconds)} before")),
+        ("trajectories", _text(count(summary.trajectories), f"{count(excluded)} excluded")),
+        ("SAO time", _text(duration(summary.sao_seconds), f"+ {duration(summary.fine_tuning_seconds)} fine-tuning")),
     ]
     return (
         '<div class="tiles">'
@@ -91,7 +91,8 @@ def _tiles(summary: Summary) -> str:
 
 def _change(mode: ModeSummary) -> str:
     before = share(mode.before.success if mode.before else None)
-    return f"<b><i>{before} →</i> {share(mode.mean)}</b>"
+    under = f"v0 → mean of the last {len(mode.last)}" if mode.last else "v0 → not measured"
+    return f"<b><i>{before} →</i> {share(mode.mean)}</b><span>{html.escape(under)}</span>"
 
 
 def _text(value: str, small: str = "") -> str:
@@ -103,10 +104,10 @@ def _layout(record: RunRecord) -> list[str]:
     config = record.config
     parallel, rollout, loop = (config.get(name) or {} for name in ("parallel", "rollout", "loop"))
     facts = [
-        f"model {config['model'].get('path')}" if isinstance(config.get("model"), dict) else "",
-        f"task {config['environment'].get('name')}" if isinstance(config.get("environment"), dict) else "",
-        f"{parallel['ranks']} trainer ranks" if "ranks" in parallel else "",
-        f"{rollout['workers']} rollout workers" if "workers" in rollout else "",
+        f"model: {config['model'].get('path')}" if isinstance(config.get("model"), dict) else "",
+        f"task: {config['environment'].get('name')}" if isinstance(config.get("environment"), dict) else "",
+        f"trainer ranks: {parallel['ranks']}" if "ranks" in parallel else "",
+        f"rollout workers: {rollout['workers']}" if "workers" in rollout else "",
         f"{loop['mode']}, {loop.get('batch_size')} trajectories a step" if "mode" in loop else "",
     ]
     return facts

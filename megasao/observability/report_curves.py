@@ -12,7 +12,11 @@ def groups(record: RunRecord) -> list[tuple[str, str, list[Chart]]]:
     """(heading, one sentence, charts) of each group."""
     steps = _Steps(record.trainer)
     parts = [
-        ("Learning", "What the agent and the critic learn.", _learning(record, steps)),
+        (
+            "Learning",
+            "Faint: single steps; strong: their moving mean. The number in a legend is the last value.",
+            _learning(record, steps),
+        ),
         ("Off-policy data", "How old the data is, and what the DIS band removes.", _staleness(steps)),
         ("Optimisation", "Losses, gradients and learning rates.", _optimisation(steps)),
         ("Speed", "Where the time goes; idle is the share of wall time spent waiting.", _speed(steps)),
@@ -87,7 +91,7 @@ def _learning(record: RunRecord, steps: _Steps) -> list[Chart]:
         return evaluation
     return [
         *evaluation,
-        steps.chart("Reward", "mean over the batch of a step (T as in rollout.temperature)", ("reward", "reward/mean")),
+        steps.chart("Reward", "mean over the trajectories of a step", ("reward", "reward/mean")),
         steps.chart("Response length", "action tokens of an episode, mean", ("tokens", "data/response_tokens")),
         steps.chart(
             "Truncated",
@@ -98,7 +102,7 @@ def _learning(record: RunRecord, steps: _Steps) -> list[Chart]:
         ),
         steps.chart(
             "Explained variance",
-            "of the critic, before its update; a gap where rewards vary too little to define it",
+            "by the critic; a gap where rewards vary too little",
             ("explained variance", "critic/explained_variance"),
         ),
         steps.chart(
@@ -133,7 +137,14 @@ def _optimisation(steps: _Steps) -> list[Chart]:
         steps.chart("Actor loss", "DIS objective", ("actor", "actor/loss")),
         steps.chart("Critic loss", "squared error against the return", ("critic", "critic/loss"), from_zero=True),
         steps.chart("Gradient norm", "before clipping", ("actor", "actor/grad_norm"), ("critic", "critic/grad_norm")),
-        steps.chart("Learning rate", "", ("actor", "actor/lr"), ("critic", "critic/lr"), smooth=False, from_zero=True),
+        steps.chart(
+            "Learning rate",
+            "at each step",
+            ("actor", "actor/lr"),
+            ("critic", "critic/lr"),
+            smooth=False,
+            from_zero=True,
+        ),
     ]
 
 

@@ -171,9 +171,8 @@ def _tokens(row: Row, ranges: Ranges, spans: dict[int, Any]) -> str:
     for index, text in enumerate(_texts(row)):
         if index in spans:
             version = spans[index]
-            parts.append(
-                f'<i class="version" title="weights v{html.escape(str(version))} from here on">v{html.escape(str(version))}</i>'
-            )
+            label = html.escape(f"v{version}")
+            parts.append(f'<i class="version" title="weights {label} from here on">{label}</i>')
         if was_action is not None and mask[index] and not was_action:
             parts.append("<wbr>")
         was_action = mask[index]

@@ -35,34 +35,45 @@ JS = """
   for (const figure of document.querySelectorAll("figure.chart")) {
     const source = figure.querySelector(".chart-data");
     if (!source) continue;
-    const data = JSON.parse(source.textContent), svg = figure.querySelector("svg"), cursor = svg.querySelector(".cursor");
+    const data = JSON.parse(source.textContent);
+    const svg = figure.querySelector("svg"), cursor = svg.querySelector(".cursor");
     svg.addEventListener("pointermove", (event) => {
-      const box = svg.getBoundingClientRect(), at = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
+      const box = svg.getBoundingClientRect();
+      const at = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
       let best = 0;
       data.x.forEach((x, index) => { if (Math.abs(x - at) < Math.abs(data.x[best] - at)) best = index; });
       const marks = [svgNode("line", {x1: data.x[best], x2: data.x[best], y1: data.top, y2: data.bottom})];
       for (const one of data.series)
-        if (one.y[best] !== null) marks.push(svgNode("circle", {class: "s" + one.color, cx: data.x[best], cy: one.y[best], r: 3.5}));
+        if (one.y[best] !== null)
+          marks.push(svgNode("circle", {class: "s" + one.color, cx: data.x[best], cy: one.y[best], r: 3}));
       cursor.replaceChildren(...marks);
-      show(data.xName + " " + data.xText[best], data.series.map((one) => [one.name, one.text[best], "s" + one.color]), event.pageX, event.pageY);
+      const rows = data.series.map((one) => [one.name, one.text[best], "s" + one.color]);
+      show(data.xName + " " + data.xText[best], rows, event.pageX, event.pageY);
     });
     svg.addEventListener("pointerleave", () => { cursor.replaceChildren(); hide(); });
   }
 
   const examples = document.getElementById("examples");
   if (examples) {
-    for (const token of examples.querySelectorAll(".t")) { token.dataset.tip = token.title; token.removeAttribute("title"); }
+    for (const token of examples.querySelectorAll(".t")) {
+      token.dataset.tip = token.title;
+      token.removeAttribute("title");
+    }
     examples.addEventListener("pointerover", (event) => {
       const token = event.target.closest(".t");
       if (!token) return hide();
       const [head, ...lines] = token.dataset.tip.split("\\n");
-      const rows = lines.map((line) => { const cut = line.indexOf(": "); return [line.slice(0, cut), line.slice(cut + 2)]; });
+      const rows = lines.map((line) => {
+        const cut = line.indexOf(": ");
+        return [line.slice(0, cut), line.slice(cut + 2)];
+      });
       const box = token.getBoundingClientRect();
       show(head, rows, box.left + scrollX - 14, box.bottom + scrollY - 10);
     });
     examples.addEventListener("pointerleave", hide);
-    const choose = () => { examples.dataset.mode = document.querySelector("input[name=mode]:checked").value; };
-    for (const input of document.querySelectorAll("input[name=mode]")) input.addEventListener("change", choose);
+    const inputs = document.querySelectorAll("input[name=mode]");
+    const choose = () => { for (const input of inputs) if (input.checked) examples.dataset.mode = input.value; };
+    for (const input of inputs) input.addEventListener("change", choose);
     choose();
   }
 })();
