@@ -3,23 +3,22 @@
 Invariants:
 - a finished episode's result is kept until the controller acknowledges it, over any number of reconnections;
 - a failure of engine, environment or time is reported as a ``Failure`` with its reason, never as a reward;
-- no lease is asked for before the weights of the running trainer have arrived once;
+- no lease is asked for before the trainer's weights have arrived once, nor while the engine has missed a version;
 - an error in any background task ends the process within one tick; it never goes on half alive.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from megasao.config import Config
 from megasao.environments.base import EnvironmentFailure
 from megasao.rollout.engines.base import EngineError
 from megasao.rollout.episode import EpisodeRunner
-from megasao.rollout.evaluation import EvaluationGate
+from megasao.rollout.evaluation import EvaluationGate, WeightsLate, WeightSource, wait_for_weights
 from megasao.rollout.link import ControllerLink
-from megasao.rollout.versions import VersionedEngine
 from megasao.trajectories.ipc import to_ipc
 from megasao.trajectories.schema import Trajectory, to_batch
 from megasao.transport.messages import (
@@ -51,27 +50,22 @@ class RolloutService:
         link: ControllerLink,
         train: EpisodeRunner,
         evaluation: EpisodeRunner,
-        source: VersionedEngine,
+        weights: WeightSource,
     ) -> None:
-        """``train`` plays training leases on ``source``; ``evaluation`` plays the others on an engine of its own."""
+        """``train`` plays on the engine that ``weights`` keeps up to date, ``evaluation`` on an engine of its own."""
         self._config = config
         self._link = link
         self._train = train
         self._evaluation = evaluation
-        self._source = source
-        self._gate = EvaluationGate(source, evaluation.engine, timeout_s=config.transport.weights_timeout_s)
+        self._weights = weights
+        self._gate = EvaluationGate(weights, evaluation.engine, timeout_s=config.transport.weights_timeout_s)
         self._episodes: dict[str, asyncio.Task[None]] = {}
         self._finished: list[Trajectory] = []
-        self._ready = False
         self._stopped: str | None = None
         self._started = time.monotonic()
         self._last_heartbeat = -float("inf")
         self._last_credit: Credit | None = None
         self._counts = {"episodes": 0.0, "evaluations": 0.0, "failures": 0.0}
-
-    def ready(self) -> None:
-        """The first weights are here: leases may come."""
-        self._ready = True
 
     async def run(self) -> str:
         """Serve until the controller says stop; its reason. ControllerSilent if it does not answer in time."""
@@ -121,7 +115,7 @@ class RolloutService:
     def _begin(self, lease: Lease) -> None:
         if lease.lease_id in self._episodes or lease.lease_id in self._link.outbox.lease_ids():
             return
-        play = self._play_evaluation(lease) if lease.evaluation_id is not None else self._play_training(lease)
+        play = self._play_evaluation if lease.evaluation_id is not None else self._play_training
         task = asyncio.create_task(self._guard(lease, play), name=lease.lease_id)
         self._episodes[lease.lease_id] = task
         task.add_done_callback(lambda _: self._episodes.pop(lease.lease_id, None))
@@ -135,7 +129,7 @@ class RolloutService:
     # episodes
 
     async def _play_training(self, lease: Lease) -> None:
-        await self._source.wait_for(lease.min_version, self._config.transport.weights_timeout_s)
+        await wait_for_weights(self._weights, lease.min_version, self._config.transport.weights_timeout_s)
         async with asyncio.timeout(self._config.environment.episode_timeout_s):
             trajectory = await self._train.run(lease)
         self._finished.append(trajectory)
@@ -150,10 +144,10 @@ class RolloutService:
         self._link.keep(result, [lease.lease_id])
         self._counts["evaluations"] += 1
 
-    async def _guard(self, lease: Lease, play: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, lease: Lease, play: Callable[[Lease], Awaitable[None]]) -> None:
         """An episode that fails is reported with its reason; the worker goes on."""
         try:
-            await play
+            await play(lease)
         except Exception as error:
             reason = failure_reason(error)
             log = logger.exception if reason == "internal_error" else logger.warning
@@ -197,10 +191,15 @@ class RolloutService:
 
     async def _offer(self) -> None:
         """Say how many more episodes fit, when that or the weight version has changed."""
-        free = max(0, self._config.rollout.concurrency - len(self._episodes)) if self._ready else 0
-        credit = Credit(free, self._source.weight_version)
+        credit = Credit(self._free(), self._train.engine.weight_version)
         if credit != self._last_credit and await self._link.send(credit):
             self._last_credit = credit
+
+    def _free(self) -> int:
+        """None before the first weights are here, and none while the engine has missed a version."""
+        if self._weights.version is None or self._weights.quarantined is not None:
+            return 0
+        return max(0, self._config.rollout.concurrency - len(self._episodes))
 
     async def _heartbeat(self) -> None:
         now = time.monotonic()
@@ -212,7 +211,7 @@ class RolloutService:
 
     def stats(self) -> dict[str, float]:
         """Totals of this process, and the gauges ``active``, ``unacknowledged`` and ``weight_version``."""
-        engine = self._source.stats()
+        engine = self._train.engine.stats()
         uptime = time.monotonic() - self._started
         busy = engine.get("busy_seconds", 0.0)
         return {
@@ -223,7 +222,7 @@ class RolloutService:
             "uptime_seconds": uptime,
             "active": float(len(self._episodes)),
             "unacknowledged": float(len(self._link.outbox)),
-            "weight_version": float(self._source.weight_version),
+            "weight_version": float(self._train.engine.weight_version),
         }
 
 
@@ -246,6 +245,8 @@ def evaluation_result(seq: int, lease: Lease, trajectory: Trajectory) -> Evaluat
 
 def failure_reason(error: Exception) -> str:
     """The reason under which an episode's failure is counted."""
+    if isinstance(error, WeightsLate):
+        return "weights_late"
     if isinstance(error, EngineError):
         return "engine_error"
     if isinstance(error, EnvironmentFailure):

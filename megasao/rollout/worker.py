@@ -1,0 +1,115 @@
+"""One rollout process: engines, weight receiver and service, put together and taken apart.
+
+Invariants: the process ends with status 0 only when the controller said stop; an error of the receiver, of an engine
+or of the service ends all of them, and the process with an error.
+"""
+
+import asyncio
+import logging
+
+import zmq.asyncio
+
+from megasao.config import Config
+from megasao.config.rundir import RunDirectory
+from megasao.environments.encoding import TokenizerCodec
+from megasao.environments.registry import make_environment
+from megasao.rollout.engines.embedded import EmbeddedEngine
+from megasao.rollout.episode import EpisodeRunner
+from megasao.rollout.link import ControllerLink
+from megasao.rollout.service import RolloutService
+from megasao.transport.endpoints import connect_dealer
+from megasao.transport.keys import CurveKeys, load_keys
+from megasao.weights.receiver import WeightReceiver
+
+logger = logging.getLogger(__name__)
+
+
+def run(run: RunDirectory, config: Config, index: int) -> None:
+    """Roll out until the controller says stop. Raises when it, or the trainer's weights, stay away too long."""
+    asyncio.run(_run(run, config, index))
+
+
+async def _run(run: RunDirectory, config: Config, index: int) -> None:
+    keys = load_keys(run.keys) if config.transport.curve else None
+    training, evaluation = _engines(run, config, index)
+    await training.start()
+    await evaluation.start()
+    try:
+        await _serve(run, config, index, training, evaluation, keys)
+    finally:
+        await training.close()
+        await evaluation.close()
+
+
+def _engines(run: RunDirectory, config: Config, index: int) -> tuple[EmbeddedEngine, EmbeddedEngine]:
+    """The training and the evaluation engine; each worker samples from a seed of its own."""
+    path = run.policy_path(config)
+    training, evaluation = (
+        EmbeddedEngine(
+            path,
+            config.rollout.embedded,
+            max_total_tokens=config.environment.max_tokens,
+            seed=config.run.seed * 2**20 + 2 * index + role,
+        )
+        for role in (0, 1)
+    )
+    return training, evaluation
+
+
+async def _serve(
+    run: RunDirectory,
+    config: Config,
+    index: int,
+    training: EmbeddedEngine,
+    evaluation: EmbeddedEngine,
+    keys: CurveKeys | None,
+) -> None:
+    """Connect, wait for the first weights, and serve until the controller says stop."""
+    environment = make_environment(config.environment)
+    codec = TokenizerCodec.from_directory(run.policy_path(config))
+    train, evaluate = (
+        EpisodeRunner.build(environment, engine, codec, config.environment) for engine in (training, evaluation)
+    )
+    endpoints, peer = run.read_endpoints(), f"rollout-{index}"
+    receiver = WeightReceiver(endpoints.weights, training, identity=peer.encode(), config=config.transport, keys=keys)
+    context = zmq.asyncio.Context()
+    socket = connect_dealer(
+        context,
+        endpoints.controller,
+        identity=peer.encode(),
+        high_water_mark=config.transport.high_water_mark,
+        keys=keys,
+    )
+    link = ControllerLink(
+        socket,
+        endpoints.controller,
+        peer,
+        heartbeat_s=config.transport.heartbeat_s,
+        give_up_after_s=config.supervision.start_timeout_s,
+    )
+    service = RolloutService(config, link, train, evaluate, receiver)
+    try:
+        await _together(service, receiver, config.supervision.start_timeout_s)
+    finally:
+        socket.close()
+        context.term()
+
+
+async def _together(service: RolloutService, receiver: WeightReceiver, first_weights_s: float) -> None:
+    """Run until the service is told to stop; whatever fails first ends all."""
+    serving = asyncio.create_task(service.run(), name="service")
+    receiving = asyncio.create_task(receiver.run(), name="weights")
+    first = asyncio.create_task(receiver.wait_for_version(0, first_weights_s), name="first weights")
+    waiting = {serving, receiving, first}
+    try:
+        while not serving.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            if receiving.done() and not serving.done():
+                raise RuntimeError("the weight receiver ended though the run goes on")
+        logger.info("stopped by the controller: %s", serving.result())
+    finally:
+        for task in (serving, receiving, first):
+            task.cancel()
+        await asyncio.gather(serving, receiving, first, return_exceptions=True)
