@@ -26,6 +26,7 @@ INT = re.compile(r"^[-+]?[0-9][0-9_]*$")
 FLOAT = re.compile(
     r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
 )
+_LINE_BREAKS = re.compile("[\\r\x85\\u2028\\u2029\\ufeff]")
 _PREFIX = "tag:yaml.org,2002:"
 _ALLOWED = {_PREFIX + kind for kind in ("null", "bool", "int", "float", "str", "map", "seq")}
 _TAGS = [("null", NULL), ("bool", BOOL), ("int", INT), ("float", FLOAT)]
@@ -43,6 +44,12 @@ class Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
+    """Text, escaped where a plain or single-quoted scalar would be folded at an exotic line break."""
+    return dumper.represent_scalar(_PREFIX + "str", text, style='"' if _LINE_BREAKS.search(text) else None)
+
+
+Dumper.add_representer(str, _represent_text)
 _Composer.yaml_implicit_resolvers = {}
 for _name, _pattern in _TAGS:
     _Composer.add_implicit_resolver(_PREFIX + _name, _pattern, None)
