@@ -139,14 +139,17 @@ class Journal:
 
 
 def read_batch(path: Path, offset: int) -> pa.RecordBatch:
-    """The batch whose message starts at ``offset``."""
-    with pa.OSFile(str(path)) as source:
-        source.seek(offset)
-        message = pa.ipc.read_message(source)
-        if message.type == "schema":
+    """The batch whose message starts at ``offset``. ValueError where it cannot be read."""
+    try:
+        with pa.OSFile(str(path)) as source:
+            source.seek(offset)
             message = pa.ipc.read_message(source)
-        batch: pa.RecordBatch = pa.ipc.read_record_batch(message, SCHEMA)
-        return batch
+            if message.type == "schema":
+                message = pa.ipc.read_message(source)
+            batch: pa.RecordBatch = pa.ipc.read_record_batch(message, SCHEMA)
+            return batch
+    except READ_ERRORS as error:
+        raise ValueError(f"{path}: no batch can be read at byte {offset}: {error}") from error
 
 
 def sync_directory(directory: Path) -> None:

@@ -45,6 +45,13 @@ class Dropped(msgspec.Struct, tag=True, frozen=True):
     trajectory_ids: list[str]
 
 
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """One attempt at a training prompt failed, for a reason outside the policy."""
+
+    prompt_index: int
+    reason: str
+
+
 class GaveUp(msgspec.Struct, tag=True, frozen=True):
     """A training prompt that failed too often."""
 
@@ -67,7 +74,7 @@ class Checkpointed(msgspec.Struct, tag=True, frozen=True):
     step: int
 
 
-Record = Started | Reserved | Batch | Dropped | GaveUp | EvaluationStarted | Checkpointed
+Record = Started | Reserved | Batch | Dropped | Failed | GaveUp | EvaluationStarted | Checkpointed
 
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Record)
 

@@ -1,0 +1,46 @@
+"""How many training leases may be out. Pure.
+
+Invariants:
+- waiting and leased trajectories together never exceed the buffer's bounds, each lease counted at its worst case;
+- a full buffer means no new leases, never a drop.
+"""
+
+from dataclasses import dataclass
+
+from megasao.config import Config
+
+# Generous for what a row holds beside its per-token columns: ids, metrics, version spans, turn starts.
+_ROW_OVERHEAD_BYTES = 4096
+_BYTES_PER_TOKEN = 4 + 1 + 4 + 4
+
+
+@dataclass
+class Admission:
+    """The bounds of one run. ``worst_bytes`` grows when a larger row than expected was seen."""
+
+    limit: int
+    max_bytes: int
+    worst_bytes: int
+
+    @classmethod
+    def from_config(cls, config: Config) -> "Admission":
+        """ValueError where one batch does not fit into ``buffer.max_bytes``."""
+        worst = config.environment.max_tokens * _BYTES_PER_TOKEN + _ROW_OVERHEAD_BYTES
+        need = worst * config.loop.batch_size
+        if need > config.buffer.max_bytes:
+            raise ValueError(
+                f"buffer.max_bytes = {config.buffer.max_bytes} cannot hold one batch: loop.batch_size = "
+                f"{config.loop.batch_size} trajectories of up to {worst} bytes need {need}"
+            )
+        limit = min(config.buffer.max_trajectories, (config.loop.max_lag + 1) * config.loop.batch_size)
+        return cls(limit, config.buffer.max_bytes, worst)
+
+    def saw(self, nbytes: int) -> None:
+        """A row of this size arrived."""
+        self.worst_bytes = max(self.worst_bytes, nbytes)
+
+    def room(self, *, waiting: int, waiting_bytes: int, leased: int) -> int:
+        """How many more training leases may be given."""
+        by_count = self.limit - waiting - leased
+        by_bytes = (self.max_bytes - waiting_bytes) // self.worst_bytes - leased
+        return max(0, min(by_count, by_bytes))

@@ -1,0 +1,136 @@
+"""Which trajectories make up which step. Pure.
+
+Invariants:
+- a trajectory is in at most one step, or dropped, or waiting;
+- a step that was assembled keeps its trajectories for good: asking again, also after a restart, gives the same;
+- no batch holds a trajectory whose lag at the requested version is above ``max_lag``.
+"""
+
+from megasao.trajectories.buffer import Summary, TrajectoryBuffer
+from megasao.trajectories.ledger import Batch, Checkpointed, Dropped, Record
+
+
+class BatchBook:
+    """The buffer, and the steps assembled from it."""
+
+    def __init__(self, *, batch_size: int, max_lag: int, keep_checkpoints: int) -> None:
+        self.buffer = TrajectoryBuffer()
+        self.batch_size = batch_size
+        self.max_lag = max_lag
+        self.dropped: dict[tuple[str, str], int] = {}
+        """Counts by (reason, task), over the whole run."""
+        self.consumed: dict[str, int] = {}
+        """Trajectories that were handed out, by task, as far as they are still in the journal."""
+        self._keep_checkpoints = keep_checkpoints
+        self._batches: dict[int, Batch] = {}
+        self._summaries: dict[str, Summary] = {}
+        self._consumed_at: dict[str, int] = {}
+        self._checkpoints: list[int] = []
+
+    @property
+    def next_step(self) -> int:
+        """The first step that was not assembled yet."""
+        return max(self._batches, default=-1) + 1
+
+    @property
+    def horizon(self) -> int:
+        """No checkpoint that is kept needs the batch of an earlier step than this."""
+        kept = self._checkpoints[-self._keep_checkpoints :]
+        return min(kept) if len(kept) == self._keep_checkpoints else 0
+
+    # recovery
+
+    def restore(self, record: Record) -> None:
+        """Take in a ledger record (others than this book's own are passed over); call before ``add``."""
+        match record:
+            case Batch():
+                self._take_batch(record)
+            case Dropped():
+                self._take_dropped(record)
+            case Checkpointed(step=step):
+                self._checkpoints.append(step)
+
+    # use
+
+    def add(self, summary: Summary) -> None:
+        """A journaled trajectory; it waits unless the ledger knows what became of it."""
+        name = summary.trajectory_id
+        consumed_at = self._consumed_at.get(name)
+        if consumed_at is None:
+            self.buffer.add(summary)
+        elif consumed_at >= 0:
+            self.consumed[summary.task] = self.consumed.get(summary.task, 0) + 1
+        self._summaries[name] = summary
+
+    def request(self, step: int, version: int, records: list[Record]) -> list[Summary] | None:
+        """The trajectories of ``step``, or None while there are too few.
+
+        Adds to ``records`` what must be durable before they are handed out. ValueError: a step that cannot be had.
+        """
+        if step in self._batches:
+            return self._replay(self._batches[step], version)
+        if step != self.next_step:
+            raise ValueError(
+                f"step {step} was asked for, but the last batch in the ledger is of step {self.next_step - 1}: "
+                "the trainer's checkpoint does not belong to this journal"
+            )
+        assembly = self.buffer.assemble(version=version, max_lag=self.max_lag, count=self.batch_size)
+        for dropped in _by_task(assembly.stale, step, version):
+            self._take_dropped(dropped)
+            records.append(dropped)
+        if assembly.chosen is None:
+            return None
+        batch = Batch(step, version, [summary.trajectory_id for summary in assembly.chosen])
+        self._take_batch(batch)
+        records.append(batch)
+        for summary in assembly.chosen:
+            self.consumed[summary.task] = self.consumed.get(summary.task, 0) + 1
+        return assembly.chosen
+
+    def checkpointed(self, step: int, records: list[Record]) -> None:
+        """The checkpoint after ``step`` steps is complete."""
+        record = Checkpointed(step)
+        self.restore(record)
+        records.append(record)
+
+    def may_forget(self, trajectory_id: str) -> bool:
+        """Whether nobody will ask for this trajectory's payload again."""
+        return self._consumed_at.get(trajectory_id, self.horizon) < self.horizon
+
+    def forget(self, trajectory_ids: list[str]) -> None:
+        """Their payload is gone."""
+        for name in trajectory_ids:
+            self._summaries.pop(name, None)
+
+    def _replay(self, batch: Batch, version: int) -> list[Summary]:
+        if any(name not in self._summaries for name in batch.trajectory_ids):
+            raise ValueError(
+                f"the trajectories of step {batch.step} were deleted after the checkpoint of step {self.horizon}; "
+                "resume from a newer checkpoint"
+            )
+        summaries = [self._summaries[name] for name in batch.trajectory_ids]
+        lag = max(summary.lag(version) for summary in summaries)
+        if version != batch.version and lag > self.max_lag:
+            raise ValueError(
+                f"step {batch.step} was assembled for version {batch.version}; at version {version} its lag is {lag}, "
+                f"above loop.max_lag = {self.max_lag}: resume with the configuration that the run was started with"
+            )
+        return summaries
+
+    def _take_batch(self, batch: Batch) -> None:
+        self._batches[batch.step] = batch
+        for name in batch.trajectory_ids:
+            self._consumed_at[name] = batch.step
+
+    def _take_dropped(self, dropped: Dropped) -> None:
+        key = (dropped.reason, dropped.task)
+        self.dropped[key] = self.dropped.get(key, 0) + len(dropped.trajectory_ids)
+        for name in dropped.trajectory_ids:
+            self._consumed_at[name] = -1
+
+
+def _by_task(stale: list[Summary], step: int, version: int) -> list[Dropped]:
+    tasks: dict[str, list[str]] = {}
+    for summary in stale:
+        tasks.setdefault(summary.task, []).append(summary.trajectory_id)
+    return [Dropped(step, version, task, "stale", names) for task, names in tasks.items()]

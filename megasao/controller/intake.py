@@ -1,0 +1,71 @@
+"""Trajectories as they arrive: validated row by row, journaled, refused by name.
+
+Invariants:
+- a bad row never costs the good rows beside it, and gives its lease back;
+- every lease that a message names ends with it: accepted, duplicate or refused.
+"""
+
+import logging
+
+import pyarrow as pa
+
+from megasao.controller.state import DUPLICATE, ControllerState
+from megasao.trajectories.buffer import Summary, summarise
+from megasao.trajectories.columns import conform
+from megasao.trajectories.ipc import from_ipc
+from megasao.trajectories.journal import Journal
+from megasao.trajectories.store import JournalStore
+from megasao.trajectories.validation import select_rows, validate_rows
+from megasao.transport.messages import Trajectories
+
+logger = logging.getLogger(__name__)
+
+
+class Intake:
+    """From a message to the journal."""
+
+    def __init__(self, state: ControllerState, journal: Journal, store: JournalStore) -> None:
+        self._state = state
+        self._journal = journal
+        self._store = store
+
+    def take(self, message: Trajectories, payload: bytes) -> dict[str, str]:
+        """Store what is good; the reasons by trajectory for what is not. Durable after the journal's ``sync``."""
+        try:
+            batch = conform(from_ipc(payload))
+            bad = validate_rows(batch)
+        except ValueError as error:
+            return self._refuse({lease_id: str(error) for lease_id in message.lease_ids} or {"": str(error)})
+        refused = self._store_rows(batch, bad, set(message.lease_ids))
+        answered = set(batch.column("trajectory_id").to_pylist())
+        refused |= {lease: "no row with this trajectory_id" for lease in message.lease_ids if lease not in answered}
+        return self._refuse(refused)
+
+    def _store_rows(self, batch: pa.RecordBatch, bad: dict[int, str], leases: set[str]) -> dict[str, str]:
+        names = batch.column("trajectory_id").to_pylist()
+        refused = {names[row] or f"row {row}": reason for row, reason in bad.items()}
+        good = [row for row in range(batch.num_rows) if row not in bad]
+        keep: list[int] = []
+        for row, summary in zip(good, summarise(select_rows(batch, good)), strict=True):
+            reason = self._verdict(summary, leases)
+            if reason is None:
+                keep.append(row)
+                self._state.accept(summary)
+            elif reason != DUPLICATE:
+                refused[names[row]] = reason
+        if keep:
+            rows = select_rows(batch, keep)
+            self._store.add(rows, self._journal.append(rows))
+        return refused
+
+    def _verdict(self, summary: Summary, leases: set[str]) -> str | None:
+        if summary.trajectory_id not in leases:
+            return "trajectory_id: not among the lease_ids of its message"
+        return self._state.screen(summary)
+
+    def _refuse(self, refused: dict[str, str]) -> dict[str, str]:
+        for lease_id, reason in refused.items():
+            logger.warning("refused trajectory %s: %s", lease_id, reason)
+            self._state.count("refused")
+            self._state.failed(lease_id, "refused")
+        return refused

@@ -1,0 +1,28 @@
+"""The controller as a process."""
+
+import logging
+import signal
+
+from megasao.config import Config
+from megasao.config.rundir import RunDirectory
+from megasao.controller.recovery import Opened
+from megasao.controller.server import ControllerServer
+from megasao.environments.registry import make_environment
+from megasao.transport.keys import load_keys
+
+logger = logging.getLogger(__name__)
+
+
+def run(run: RunDirectory, config: Config) -> None:
+    """Serve the run until its trainer says that it is finished, or SIGTERM. Continues from what is on disk."""
+    keys = load_keys(run.keys) if config.transport.curve else None
+    environment = make_environment(config.environment)
+    opened = Opened(run)
+    server = ControllerServer(run, config, environment, opened, address=run.read_endpoints().controller, keys=keys)
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    if opened.journal.discarded_bytes:
+        logger.warning("cut off %d bytes that were never acknowledged", opened.journal.discarded_bytes)
+    try:
+        server.run()
+    finally:
+        server.close()

@@ -1,0 +1,274 @@
+"""The controller's socket loop around ControllerState: receive, decide, make durable, answer.
+
+Invariants:
+- one tick: everything received is handled, then journal and ledger are synced once, then the answers leave; an
+  acknowledgement is therefore never ahead of the disk;
+- a message that is malformed, or that no rule allows, is answered by ``Refused`` and changes nothing;
+- the loop never waits for a peer: what cannot be sent stays in the peer's bounded queue, and a peer that does not
+  read is given up.
+"""
+
+import logging
+import time
+from collections import deque
+from typing import Any
+
+import zmq
+
+from megasao.config import Config
+from megasao.config.rundir import RunDirectory
+from megasao.controller.intake import Intake
+from megasao.controller.recovery import Opened
+from megasao.controller.state import ControllerState
+from megasao.environments.base import Environment
+from megasao.observability.metrics import MetricsWriter
+from megasao.trajectories.ipc import to_ipc
+from megasao.transport.codec import MalformedMessage, decode, encode
+from megasao.transport.endpoints import bind_router
+from megasao.transport.keys import CurveKeys
+from megasao.transport.messages import (
+    SAY_HELLO,
+    Ack,
+    BatchRequest,
+    CheckpointSaved,
+    Credit,
+    EvaluateRequest,
+    EvaluationResult,
+    Failure,
+    Fetched,
+    FetchRequest,
+    FinishRequest,
+    FromTrainer,
+    FromWorker,
+    Heartbeat,
+    Hello,
+    Leases,
+    Manifest,
+    Refused,
+    State,
+    StateRequest,
+    Status,
+    StatusRequest,
+    Stop,
+    Trajectories,
+    Waiting,
+    Welcome,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGES_PER_TICK = 512
+MAX_QUEUED_ANSWERS = 1024
+POLL_MS = 20
+HOLD_S = 0.25
+"""How long a request for an incomplete batch is held before it is answered by ``Waiting``."""
+FINISH_GRACE_S = 1.0
+METRICS_EVERY_S = 1.0
+
+Incoming = FromWorker | FromTrainer
+
+
+class ControllerServer:
+    """Owns the socket. ``opened`` holds what is on disk; ``run`` serves until FinishRequest, or ``stop``."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        config: Config,
+        environment: Environment,
+        opened: Opened,
+        *,
+        address: str,
+        keys: CurveKeys | None = None,
+    ) -> None:
+        self.state: ControllerState = opened.state(config, environment, now=time.monotonic())
+        self._run = run
+        self._config = config
+        self._opened = opened
+        self._intake = Intake(self.state, opened.journal, opened.store)
+        self._queues: dict[bytes, deque[list[Any]]] = {}
+        self._batch_requests: dict[bytes, tuple[BatchRequest, float]] = {}
+        self._finish: FinishRequest | None = None
+        self._finish_at = 0.0
+        self._stopped = False
+        self._metrics = MetricsWriter(run, "controller", tensorboard=False)
+        self._metrics_due = 0.0
+        self._incarnation = f"{config.run.name}-{self.state.generation}"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = bind_router(self._context, address, high_water_mark=config.transport.high_water_mark, keys=keys)
+
+    def run(self) -> None:
+        """Serve until the trainer's FinishRequest is answered and the workers are told to stop, or until ``stop``."""
+        while not self._stopped and not self._is_finished():
+            self.tick()
+
+    def stop(self) -> None:
+        """Leave ``run`` at the next tick; for signal handlers."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """Close socket and files."""
+        self._socket.close()
+        self._context.term()
+        self._metrics.close()
+        self._opened.close()
+
+    def tick(self) -> None:
+        """One round; see the module."""
+        self._socket.poll(POLL_MS)
+        now = time.monotonic()
+        for _ in range(MAX_MESSAGES_PER_TICK):
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._receive(identity, frames, now)
+        self.state.tick(now)
+        self._answer_batch_requests(now)
+        self._send_leases(now)
+        self._make_durable(now)
+        self._flush()
+        self._log_metrics(now)
+
+    # receive
+
+    def _receive(self, identity: bytes, frames: list[bytes], now: float) -> None:
+        try:
+            message, payload = decode(frames, Incoming)
+        except MalformedMessage as error:
+            logger.warning("refused a message of %r: %s", identity, error)
+            self.state.count("malformed")
+            self._answer(identity, Refused(str(error)))
+            return
+        self.state.workers.heard(identity, now)
+        if isinstance(message, FromTrainer) and not isinstance(message, Hello):
+            self._from_trainer(identity, message, now)
+        else:
+            self._from_worker(identity, message, payload, now)
+
+    def _from_worker(self, peer: bytes, message: Any, payload: bytes, now: float) -> None:
+        if self._finish is not None:
+            self._answer(peer, Stop(self._finish.reason))
+        match message:
+            case Hello(role="rollout"):
+                unknown = self.state.hello(peer, message.peer, message.active_leases, now)
+                self._answer(peer, self._welcome(unknown))
+            case Hello():
+                self._answer(peer, self._welcome([]))
+            case Credit():
+                if not self.state.credit(peer, message.free, message.weight_version, now):
+                    self._answer(peer, Refused(SAY_HELLO))
+            case Heartbeat():
+                self.state.workers.reported(peer, message.stats, now)
+                self._answer(peer, self._welcome([]) if peer in self.state.workers else Refused(SAY_HELLO))
+            case Trajectories():
+                refused = self._intake.take(message, payload)
+                self._answer(peer, Ack(message.seq, refused))
+            case EvaluationResult():
+                reason = self.state.evaluated(message)
+                self._answer(peer, Ack(message.seq, {message.lease_id: reason} if reason else {}))
+            case Failure():
+                logger.info("lease %s failed: %s (%s)", message.lease_id, message.reason, message.detail[:500])
+                self.state.failed(message.lease_id, message.reason)
+                self._answer(peer, Ack(message.seq))
+
+    def _from_trainer(self, peer: bytes, message: Any, now: float) -> None:
+        match message:
+            case BatchRequest():
+                self._batch_requests[peer] = (message, now + HOLD_S)
+                return
+            case FetchRequest():
+                self._fetch(peer, message.trajectory_ids)
+                return
+            case StateRequest():
+                self._answer(peer, State(self.state.snapshot(message.step)))
+                return
+            case EvaluateRequest():
+                self.state.request_evaluation(message.step, message.version, now)
+            case CheckpointSaved():
+                self.state.checkpointed(message.step)
+                self.state.batches.forget(self._opened.store.forget(self.state.batches.may_forget))
+            case FinishRequest():
+                self._begin_finish(message, now)
+            case StatusRequest():
+                pass
+        self._answer(peer, Status(self.state.metrics(), self.state.evaluations.open))
+
+    def _fetch(self, peer: bytes, trajectory_ids: list[str]) -> None:
+        try:
+            batch = self._opened.store.fetch(trajectory_ids)
+            self._answer(peer, Fetched(batch.num_rows), to_ipc(batch))
+        except ValueError as error:
+            self._answer(peer, Refused(str(error)))
+
+    def _begin_finish(self, request: FinishRequest, now: float) -> None:
+        if self._finish is None:
+            self._finish, self._finish_at = request, now + FINISH_GRACE_S
+            for peer in self.state.workers.peers:
+                self._answer(peer, Stop(request.reason))
+
+    # decide
+
+    def _answer_batch_requests(self, now: float) -> None:
+        for peer, (request, held_until) in list(self._batch_requests.items()):
+            answer: Manifest | Waiting | Refused
+            try:
+                answer = self.state.request_batch(request.step, request.version, now)
+            except ValueError as error:
+                answer = Refused(str(error))
+            if not isinstance(answer, Waiting) or now >= held_until:
+                del self._batch_requests[peer]
+                self._answer(peer, answer)
+
+    def _send_leases(self, now: float) -> None:
+        for peer, lease_ids in self.state.take_recalled().items():
+            self._answer(peer, self._welcome(lease_ids))
+        if self._finish is None:
+            for peer, leases in self.state.grant(now).items():
+                self._answer(peer, Leases(leases))
+
+    def _welcome(self, unknown: list[str]) -> Welcome:
+        return Welcome(self._config.run.name, unknown, self._incarnation)
+
+    # make durable, answer
+
+    def _make_durable(self, now: float) -> None:
+        """Before anything of this tick leaves: rows first, then what the ledger says about them."""
+        self._opened.journal.sync()
+        self._opened.ledger.append(self.state.take_records())
+        for line in self.state.take_finished_evaluations(now):
+            self._opened.evaluations.append(line)
+
+    def _answer(self, peer: bytes, message: Any, payload: bytes | memoryview = b"") -> None:
+        queue = self._queues.setdefault(peer, deque())
+        queue.append(encode(message, payload))
+        if len(queue) > MAX_QUEUED_ANSWERS:
+            logger.warning("%r does not read its answers; given up", peer)
+            del self._queues[peer]
+
+    def _flush(self) -> None:
+        for peer in list(self._queues):
+            if self._flush_peer(peer, self._queues[peer]):
+                del self._queues[peer]
+
+    def _flush_peer(self, peer: bytes, queue: deque[list[Any]]) -> bool:
+        """Send what can be sent; whether nothing is left (or nobody is there to send it to)."""
+        while queue:
+            try:
+                self._socket.send_multipart([peer, *queue[0]], zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                return True
+            queue.popleft()
+        return True
+
+    def _is_finished(self) -> bool:
+        return self._finish is not None and time.monotonic() >= self._finish_at
+
+    def _log_metrics(self, now: float) -> None:
+        if now >= self._metrics_due:
+            self._metrics_due = now + METRICS_EVERY_S
+            self._metrics.log(self.state.batches.next_step, self.state.metrics())

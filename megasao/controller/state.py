@@ -1,0 +1,402 @@
+"""The controller without sockets and files: everything it knows, and what it decides. ``now`` is given by the caller.
+
+Invariants:
+- what a decision needs to be durable is in ``take_records``, to be written before any answer of it leaves;
+- before the trainer's first request with a version, no training lease is given;
+- sync mode: training leases exist only for a step that the trainer waits for, exactly as many as it still needs;
+- a trajectory is accepted once per prompt, whoever sends it and however late.
+"""
+
+import hashlib
+import time as wall
+from collections.abc import Callable
+from typing import Any
+
+from megasao.config import Config
+from megasao.controller.admission import Admission
+from megasao.controller.batches import BatchBook
+from megasao.controller.evaluations import EvaluationBook, problem_with
+from megasao.controller.leases import TRAIN, Held, Key, LeaseBook, parse_lease_id
+from megasao.controller.prompts import PromptSource
+from megasao.controller.workers import Worker, WorkerBook
+from megasao.environments.base import Environment, Split
+from megasao.trajectories.buffer import Summary
+from megasao.trajectories.ledger import Batch, Dropped, EvaluationStarted, Failed, GaveUp, Record, Started
+from megasao.transport.messages import EvaluationResult, Lease, Manifest, ManifestEntry, Waiting
+
+DUPLICATE = "duplicate"
+
+
+class ControllerState:
+    """See the module. Rebuilt from ``records`` (the ledger) and ``journaled`` (the journal's rows, in order)."""
+
+    def __init__(
+        self,
+        config: Config,
+        environment: Environment,
+        *,
+        records: list[Record],
+        journaled: list[Summary],
+        finished_evaluations: set[str],
+        now: float,
+        wall_clock: Callable[[], float] = wall.time,
+    ) -> None:
+        self.config = config
+        self.generation = 1 + sum(isinstance(record, Started) for record in records)
+        self.version: int | None = None
+        """The newest weights that the trainer has reported; None before its first request."""
+        self.workers = WorkerBook(config.transport.dead_after_s)
+        self.leases = LeaseBook(self.generation)
+        self.prompts = PromptSource(config.buffer.max_attempts)
+        self.batches = BatchBook(
+            batch_size=config.loop.batch_size,
+            max_lag=config.loop.max_lag,
+            keep_checkpoints=config.checkpoint.keep,
+        )
+        self.evaluations = EvaluationBook(config.evaluation.problems, config.buffer.max_attempts, finished_evaluations)
+        self.admission = Admission.from_config(config)
+        self.counters: dict[str, float] = {}
+        self._environment = environment
+        self._wall_clock = wall_clock
+        self._wanted: int | None = None
+        self._records: list[Record] = [Started(self.generation)]
+        self._recalled: dict[bytes, list[str]] = {}
+        self._restore(records, journaled, now)
+
+    def _restore(self, records: list[Record], journaled: list[Summary], now: float) -> None:
+        for record in records:
+            self.prompts.restore(record)
+            self.batches.restore(record)
+            match record:
+                case EvaluationStarted():
+                    self.evaluations.start(record, now)
+                case Failed(reason=reason):
+                    self.count(f"failures/{reason}")
+                case GaveUp():
+                    self.count("given_up")
+                case Batch(trajectory_ids=names) | Dropped(trajectory_ids=names):
+                    for name in names:
+                        self._settle(name)
+        for summary in journaled:
+            self.batches.add(summary)
+            self._settle(summary.trajectory_id)
+        self.prompts.recovered(due=now + self.config.transport.dead_after_s)
+
+    # what the caller must do
+
+    def take_records(self) -> list[Record]:
+        """Ledger records that must be durable before any answer leaves."""
+        records, self._records = self._records, []
+        return records
+
+    def take_recalled(self) -> dict[bytes, list[str]]:
+        """Leases that workers must forget."""
+        recalled, self._recalled = self._recalled, {}
+        return recalled
+
+    def take_finished_evaluations(self, now: float) -> list[dict[str, Any]]:
+        """Lines for the evaluations file."""
+        return self.evaluations.take_done(now, self._wall_clock())
+
+    # from workers
+
+    def hello(self, peer: bytes, name: str, active: list[str], now: float) -> list[str]:
+        """A worker (re)connected and is at work on ``active``; returns the leases that it must forget.
+
+        Among them those it does not name: it has lost them, or they crossed this message on the wire.
+        """
+        self.workers.add(peer, name, now)
+        claimed = set(active)
+        lost = [held.lease_id for held in self.leases.of_peer(peer) if held.lease_id not in claimed]
+        for lease_id in lost:
+            self._end(lease_id, "returned/forgotten")
+        return [*lost, *(lease_id for lease_id in active if not self._claim(lease_id, peer, now))]
+
+    def credit(self, peer: bytes, free: int, weight_version: int, now: float) -> bool:
+        """A worker can take ``free`` more episodes; whether the worker was known."""
+        known = peer in self.workers
+        worker = self.workers.get(peer) or self.workers.add(peer, peer.decode(errors="replace"), now)
+        worker.last_heard, worker.free, worker.weight_version = now, max(0, free), weight_version
+        return known
+
+    def failed(self, lease_id: str, reason: str) -> None:
+        """An attempt failed for a reason outside the policy. Unknown leases change nothing."""
+        held = self.leases.release(lease_id)
+        if held is not None:
+            self._fail(held.key, reason)
+
+    def screen(self, summary: Summary) -> str | None:
+        """None if this trajectory is to be stored, DUPLICATE if its prompt already has one, else why it is refused."""
+        key = parse_lease_id(summary.trajectory_id)
+        if key is None or not key.is_training or not self.prompts.is_known(key.index):
+            return "trajectory_id: does not name a training lease"
+        if self.prompts.is_settled(key.index):
+            self.count("duplicates")
+            return DUPLICATE
+        if summary.prompt_id != self._prompt_id(summary.trajectory_id, key):
+            return f"prompt_id: {summary.prompt_id!r} is not the prompt of the lease"
+        if summary.tokens > self.config.environment.max_tokens:
+            limit = self.config.environment.max_tokens
+            return f"tokens: {summary.tokens}, above environment.max_tokens = {limit}"
+        return None
+
+    def accept(self, summary: Summary) -> None:
+        """The trajectory was screened, and is in the journal (durable before it is acknowledged)."""
+        self._settle(summary.trajectory_id)
+        self.batches.add(summary)
+        self.admission.saw(summary.nbytes)
+        self.count(f"accepted/{summary.task}")
+        self.count("accepted_tokens", summary.tokens)
+        self.count("truncated", summary.truncated)
+
+    def evaluated(self, result: EvaluationResult) -> str | None:
+        """Count an evaluation result; why it is refused, or None."""
+        key = parse_lease_id(result.lease_id)
+        if key is None or key.stream != result.evaluation_id:
+            return "lease_id: does not name a lease of this evaluation"
+        problem = problem_with(result)
+        if problem is not None:
+            self.failed(result.lease_id, "refused")
+            return problem
+        self.leases.settle(key)
+        self.evaluations.record(key, result)
+        return None
+
+    # from the trainer
+
+    def request_batch(self, step: int, version: int, now: float) -> Manifest | Waiting:
+        """The batch of ``step`` for weights ``version``, or how far it is. ValueError: a step that cannot be had."""
+        chosen = self.batches.request(step, version, self._records)
+        self._reached(version, went_back=self.version is not None and version < self.version)
+        if chosen is None:
+            self._wanted = step
+            return Waiting(len(self.batches.buffer), self.batches.batch_size, self._describe())
+        self._wanted = None
+        return Manifest(step, [_entry(summary) for summary in chosen], self.metrics())
+
+    def request_evaluation(self, step: int, version: int, now: float) -> None:
+        """Start the evaluations of ``step``, unless they were started before."""
+        if self.version is None or version > self.version:
+            self.version = version
+        for mode in ("greedy", "sampled") if self.config.evaluation.sampled else ("greedy",):
+            asked = EvaluationStarted(f"step-{step:06d}/{mode}", step, mode, version)
+            if self.evaluations.start(asked, now):
+                self._records.append(asked)
+
+    def checkpointed(self, step: int) -> None:
+        """The checkpoint after ``step`` steps is complete."""
+        self.batches.checkpointed(step, self._records)
+
+    def snapshot(self, step: int) -> dict[str, Any]:
+        """Plain data for the checkpoint after ``step`` steps: where journal and ledger stood."""
+        return {
+            "step": step,
+            "generation": self.generation,
+            "next_step": self.batches.next_step,
+            "prompts_settled": self.prompts.settled,
+            "waiting": len(self.batches.buffer),
+            "open_evaluations": self.evaluations.open,
+            "counters": dict(self.counters),
+        }
+
+    # time
+
+    def tick(self, now: float) -> None:
+        """Take back the leases of silent workers, and those whose time is over."""
+        for worker in self.workers.remove_silent(now):
+            self.count("workers_lost")
+            for held in self.leases.of_peer(worker.peer):
+                self._end(held.lease_id, "returned/silent_worker")
+        for held in self.leases.expire(now):
+            self._fail(held.key, "lease_timeout")
+
+    def grant(self, now: float) -> dict[bytes, list[Lease]]:
+        """New leases by worker: evaluations first, then training, spread over the workers with room."""
+        granted: dict[bytes, list[Lease]] = {}
+        training = self.training_room()
+        rooms = {peer: self._room(peer) for peer in self.workers.peers}
+        while rooms:
+            for peer in [peer for peer, room in rooms.items() if room == 0]:
+                del rooms[peer]
+            for peer in rooms:
+                lease = self._next_lease(training, now)
+                if lease is None:
+                    return granted
+                training -= lease.split == TRAIN
+                rooms[peer] -= 1
+                self._give(lease, peer, now)
+                granted.setdefault(peer, []).append(lease)
+        return granted
+
+    def training_room(self) -> int:
+        """How many more training leases may be given now."""
+        if self.version is None:
+            return 0
+        waiting, leased = len(self.batches.buffer), self.leases.training
+        room = self.admission.room(waiting=waiting, waiting_bytes=self.batches.buffer.nbytes, leased=leased)
+        loop = self.config.loop
+        if loop.mode == "sync":
+            needed = loop.batch_size if self._wanted is not None else 0
+        else:
+            needed = (loop.steps - self.batches.next_step) * loop.batch_size
+        return min(room, max(0, needed - waiting - leased))
+
+    # numbers
+
+    def count(self, name: str, by: float = 1) -> None:
+        """Add to a counter."""
+        self.counters[name] = self.counters.get(name, 0) + by
+
+    def metrics(self) -> dict[str, float]:
+        """Gauges, rates, and totals over the run (``dropped/``, ``failures/``, ...)."""
+        dropped = self.batches.dropped
+        return {
+            **self.workers.rates(),
+            "workers": len(self.workers),
+            "buffer": len(self.batches.buffer),
+            "buffer_bytes": self.batches.buffer.nbytes,
+            "leases": len(self.leases),
+            "open_evaluations": len(self.evaluations.open),
+            **self.counters,
+            **{f"dropped/{reason}/{task}": number for (reason, task), number in dropped.items()},
+            **{f"accept_rate/{task}": rate for task, rate in self._accept_rates().items()},
+        }
+
+    # inside
+
+    def _accept_rates(self) -> dict[str, float]:
+        """Share of each task's trajectories that were trained on, of those trained on or dropped."""
+        lost: dict[str, int] = {}
+        for (_, task), number in self.batches.dropped.items():
+            lost[task] = lost.get(task, 0) + number
+        tasks = lost.keys() | self.batches.consumed.keys()
+        used = {task: self.batches.consumed.get(task, 0) for task in tasks}
+        return {task: used[task] / (used[task] + lost.get(task, 0)) for task in sorted(tasks)}
+
+    def _describe(self) -> str:
+        if not len(self.workers):
+            return "no rollout worker is connected"
+        return (
+            f"{len(self.batches.buffer)} waiting, {self.leases.training} on lease to {len(self.workers)} workers, "
+            f"{self.training_room()} more may be leased, {len(self.evaluations.open)} evaluations open"
+        )
+
+    def _reached(self, version: int, *, went_back: bool) -> None:
+        """The trainer's weights are ``version`` now. If it went back, leases that wait for newer ones are recalled."""
+        self.version = version
+        if not went_back:
+            return
+        for held in self.leases.all():
+            if held.min_version > version:
+                self._recalled.setdefault(held.peer, []).append(held.lease_id)
+                self._end(held.lease_id, "returned/trainer_went_back")
+
+    def _room(self, peer: bytes) -> int:
+        worker = self.workers.get(peer)
+        if worker is None:
+            return 0
+        return max(0, min(worker.free, self.config.rollout.concurrency - self.leases.count(peer)))
+
+    def _next_lease(self, training_room: int, now: float) -> Lease | None:
+        problem = self.evaluations.take(self.version)
+        if problem is not None:
+            evaluation, index = problem
+            sampled = evaluation.asked.mode == "sampled"
+            key = Key(evaluation.asked.evaluation_id, index)
+            return self._make_lease(key, float(sampled), evaluation.asked.version)
+        if training_room <= 0 or self.version is None:
+            return None
+        lag = self.config.loop.max_lag if self.config.loop.mode == "async" else 0
+        key = Key(TRAIN, self.prompts.take(now, self._records))
+        return self._make_lease(key, self.config.rollout.temperature, max(0, self.version - lag))
+
+    def _make_lease(self, key: Key, temperature: float, min_version: int) -> Lease:
+        split: Split = "train" if key.is_training else "eval"
+        prompt = self._environment.prompt(split, key.index)
+        return Lease(
+            lease_id=self.leases.new_id(key),
+            prompt_id=prompt.prompt_id,
+            group_id=prompt.prompt_id,
+            split=split,
+            prompt_index=key.index,
+            task=prompt.task,
+            seed=_seed(self.config.run.seed, key),
+            temperature=temperature,
+            min_version=min_version,
+            evaluation_id=None if key.is_training else key.stream,
+        )
+
+    def _give(self, lease: Lease, peer: bytes, now: float) -> None:
+        key = Key(lease.evaluation_id or TRAIN, lease.prompt_index)
+        expires = now + self.config.buffer.lease_timeout_s
+        self.leases.put(Held(lease.lease_id, key, peer, expires, lease.min_version, lease.prompt_id))
+        worker = self.workers.get(peer)
+        assert isinstance(worker, Worker)
+        worker.free -= 1
+
+    def _claim(self, lease_id: str, peer: bytes, now: float) -> bool:
+        """A worker says it works on this lease; whether its result is still wanted."""
+        held = self.leases.get(lease_id)
+        key = parse_lease_id(lease_id)
+        if held is not None:
+            self.leases.release(lease_id)
+            self.leases.put(Held(lease_id, held.key, peer, held.expires, held.min_version, held.prompt_id))
+            return True
+        if key is None:
+            return False
+        adopted = self.prompts.adopt(key.index) if key.is_training else self.evaluations.adopt(key)
+        if adopted:
+            self.leases.put(Held(lease_id, key, peer, now + self.config.buffer.lease_timeout_s, 0))
+        return adopted
+
+    def _prompt_id(self, lease_id: str, key: Key) -> str:
+        held = self.leases.get(lease_id)
+        if held is not None and held.prompt_id is not None:
+            return held.prompt_id
+        return self._environment.prompt("train", key.index).prompt_id
+
+    def _settle(self, trajectory_id: str) -> None:
+        key = parse_lease_id(trajectory_id)
+        assert key is not None, trajectory_id
+        self.prompts.settle(key.index)
+        self.leases.settle(key)
+
+    def _end(self, lease_id: str, counter: str) -> None:
+        """A lease ends without result, through no fault of its prompt."""
+        held = self.leases.release(lease_id)
+        assert held is not None, lease_id
+        self.count(counter)
+        if held.key.is_training:
+            self.prompts.give_back(held.key.index)
+        else:
+            self.evaluations.give_back(held.key)
+
+    def _fail(self, key: Key, reason: str) -> None:
+        if key.is_training:
+            self.count(f"failures/{reason}")
+            gave_up = self.prompts.fail(key.index, reason, self._records)
+        else:
+            self.count(f"evaluation_failures/{reason}")
+            gave_up = self.evaluations.fail(key)
+        if gave_up:
+            self.count("given_up" if key.is_training else "evaluation_given_up")
+            self.leases.settle(key)
+
+
+def _entry(summary: Summary) -> ManifestEntry:
+    return ManifestEntry(
+        trajectory_id=summary.trajectory_id,
+        tokens=summary.tokens,
+        action_tokens=summary.action_tokens,
+        oldest_version=summary.oldest_version,
+        newest_version=summary.newest_version,
+        reward=summary.reward,
+        truncated=summary.truncated,
+    )
+
+
+def _seed(run_seed: int, key: Key) -> int:
+    """A seed of the episode: the same for a prompt in every run with this seed (31 bits)."""
+    mode = key.stream.rpartition("/")[2]
+    digest = hashlib.blake2b(f"{run_seed}/{mode}/{key.index}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
