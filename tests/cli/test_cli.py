@@ -1,0 +1,151 @@
+"""The command line as a user sees it: a process, its exit code, its messages."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megasao.config.load import dump_config, load_config
+
+LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
+
+
+def megasao(*arguments: str | Path, columns: int = 200) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "megasao", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": str(columns)},
+    )
+
+
+def model(directory: Path) -> str:
+    """A directory that looks like a checkpoint, as an override."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_experts": 8}))
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"")
+    return f"model.path={directory}"
+
+
+def test_check_accepts_the_shipped_config() -> None:
+    result = megasao("check", LAPTOP)
+    assert result.returncode == 0, result.stderr
+    assert "is valid" in result.stdout
+
+
+def test_check_print_loads_back_equal(tmp_path: Path) -> None:
+    result = megasao("check", LAPTOP, "loop.steps=40", "--print")
+    assert result.returncode == 0
+    assert "# Trajectories per step (one per prompt)." in result.stdout
+    path = tmp_path / "shown.yaml"
+    path.write_text(result.stdout)
+    assert load_config(path) == load_config(LAPTOP, ["loop.steps=40"])
+
+
+def test_a_user_error_is_one_clean_message_in_full_lines(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(LAPTOP.read_text().replace("max_lag:", "max_leg:"))
+    result = megasao("check", path, columns=40)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "max_leg" in text)
+    assert f"{path}:{line}: loop.max_leg: unknown key; did you mean loop.max_lag?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "absent.yaml"], "no such file"),
+        (["check", str(LAPTOP), "environment.name=calculater"], "did you mean 'calculator'?"),
+        (["check", str(LAPTOP), "environment.options.no_such=1"], "environment.options.no_such"),
+        (["check", str(LAPTOP), "observability.wandb_project=x"], "wandb is not installed"),
+        (["check", str(LAPTOP), "model.transformer_impl=transformer_engine"], "transformer_engine is not installed"),
+        (["train", str(LAPTOP), "model.path=absent"], "no config.json"),
+        (["controller", "--run", "absent"], "is not a run directory"),
+        (["report", "absent"], "is not a run directory"),
+    ],
+)
+def test_user_errors(arguments: list[str], message: str) -> None:
+    package = message.partition(" is not installed")[0]
+    if package != message and importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed here")
+    result = megasao(*arguments)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_preflight_problems_carry_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    text = dump_config(load_config(LAPTOP, [model(tmp_path / "model"), "parallel.tensor=2"]))
+    path.write_text(text)
+    line = next(i for i, text in enumerate(text.splitlines(), 1) if text.startswith("  sequence:"))
+    result = megasao("check", path)
+    assert result.returncode == 2
+    assert f"{path}:{line}: parallel.sequence: a mixture of experts" in result.stderr
+
+
+def test_an_existing_run_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "laptop").mkdir()
+    (tmp_path / "laptop" / "config.yaml").write_text("")
+    result = megasao("train", LAPTOP, f"run.directory={tmp_path}", model(tmp_path / "model"))
+    assert result.returncode == 2
+    assert "--resume" in result.stderr
+
+
+def test_sft_without_a_section_is_refused(tmp_path: Path) -> None:
+    result = megasao("sft", LAPTOP, f"run.directory={tmp_path}", model(tmp_path / "model"), "sft=null")
+    assert result.returncode == 2
+    assert "no section sft" in result.stderr
+    assert not (tmp_path / "laptop").exists()
+
+
+def test_a_worker_index_beyond_the_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(LAPTOP)))
+    result = megasao("rollout", "--run", tmp_path, "--index", "1")
+    assert result.returncode == 2
+    assert "rollout.workers = 1" in result.stderr
+
+
+def test_an_unexpected_error_keeps_its_traceback(tmp_path: Path) -> None:
+    code = (
+        "import megasao.cli, megasao.config.load, sys\n"
+        "def broken(*a, **k): raise RuntimeError('our own mistake')\n"
+        "megasao.config.load.load_with_places = broken\n"
+        f"sys.argv = ['megasao', 'check', {str(LAPTOP)!r}]\nmegasao.cli.main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert "our own mistake" in result.stderr
+
+
+def test_check_does_not_import_torch() -> None:
+    code = (
+        "import sys, megasao.cli\n"
+        f"sys.argv = ['megasao', 'check', {str(LAPTOP)!r}]\n"
+        "try:\n    megasao.cli.main()\nexcept SystemExit:\n    pass\n"
+        "print([m for m in ('torch', 'transformers', 'megatron', 'zmq') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "[]", result.stdout + result.stderr
+
+
+def test_info_names_versions_and_what_would_be_used() -> None:
+    result = megasao("info")
+    assert result.returncode == 0, result.stderr
+    for name in ("torch", "megatron-core", "transformers", "pyarrow", "pyzmq", "cuda", "transformer_impl", "ops"):
+        assert name in result.stdout
+    assert "plain torch reference" in result.stdout
+
+
+def test_help_lists_every_command() -> None:
+    result = megasao("--help")
+    for command in ("check", "train", "sft", "report", "info", "controller", "rollout", "trainer"):
+        assert command in result.stdout

@@ -1,0 +1,210 @@
+"""The run directory: whose it is, what a resumed run may change, ports and keys."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megasao.config import Config
+from megasao.config.errors import UserError
+from megasao.config.load import load_config
+from megasao.launch.ports import free_ports
+from megasao.launch.prepare import prepared_run
+from megasao.launch.roles import child_environment, megasao_command, rollout_role, trainer_roles
+
+LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
+
+
+def config(directory: Path, *overrides: str) -> Config:
+    return load_config(LAPTOP, [f"run.directory={directory}", *overrides])
+
+
+def test_a_fresh_run_directory(tmp_path: Path) -> None:
+    wanted = config(tmp_path / "deep" / "runs")
+    with prepared_run(wanted, resume=False) as run:
+        assert load_config(run.config) == wanted
+        endpoints = run.read_endpoints()
+        assert endpoints.controller.startswith("tcp://127.0.0.1:")
+        ports = {
+            endpoints.controller.rpartition(":")[2],
+            endpoints.weights.rpartition(":")[2],
+            str(endpoints.torch_port),
+        }
+        assert len(ports) == 3
+        assert run.logs.is_dir()
+        assert not run.keys.exists()
+
+
+def test_an_existing_run_is_refused_without_resume(tmp_path: Path) -> None:
+    wanted = config(tmp_path)
+    with prepared_run(wanted, resume=False):
+        pass
+    with (
+        pytest.raises(UserError, match=r"already exists; continue that run with --resume"),
+        prepared_run(wanted, resume=False),
+    ):
+        pass
+    with prepared_run(wanted, resume=True):
+        pass
+
+
+def test_a_foreign_directory_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "laptop").mkdir()
+    (tmp_path / "laptop" / "thesis.tex").write_text("important")
+    for resume in (False, True):
+        with pytest.raises(UserError), prepared_run(config(tmp_path), resume=resume):
+            pass
+    assert [path.name for path in (tmp_path / "laptop").iterdir()] == ["thesis.tex"]
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(UserError, match="not a directory"),
+        prepared_run(config(tmp_path, "run.name=file"), resume=False),
+    ):
+        pass
+
+
+def test_an_empty_directory_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "laptop").mkdir()
+    with prepared_run(config(tmp_path), resume=False):
+        pass
+
+
+def test_resume_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run to resume"), prepared_run(config(tmp_path), resume=True):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_resume_may_change_what_is_safe(tmp_path: Path) -> None:
+    with prepared_run(config(tmp_path), resume=False):
+        pass
+    changed = config(
+        tmp_path,
+        "loop.steps=500",
+        "observability.panel=off",
+        "checkpoint.every=7",
+        "evaluation.problems=9",
+        "supervision.max_restarts=1",
+    )
+    with prepared_run(changed, resume=True) as run:
+        assert load_config(run.config) == changed
+
+
+def test_resume_refuses_other_changes_and_names_them(tmp_path: Path) -> None:
+    old = config(tmp_path)
+    with prepared_run(old, resume=False) as run:
+        pass
+    changed = config(tmp_path, "loop.batch_size=32", "sft=null", "loop.steps=500", "run.seed=3")
+    with pytest.raises(UserError) as caught, prepared_run(changed, resume=True):
+        pass
+    message = str(caught.value)
+    assert "loop.batch_size: was 64, now 32" in message
+    assert "run.seed: was 0, now 3" in message
+    assert "sft: was" in message
+    assert "loop.steps: was" not in message
+    assert load_config(run.config) == old
+
+
+def test_the_same_directory_may_be_spelled_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with prepared_run(config(tmp_path), resume=False):
+        pass
+    monkeypatch.chdir(tmp_path)
+    with prepared_run(config(Path(".")), resume=True):
+        pass
+
+
+def test_two_launchers_cannot_hold_one_run(tmp_path: Path) -> None:
+    wanted = config(tmp_path)
+    script = (
+        "import sys\nfrom megasao.config.load import load_config\nfrom megasao.launch.prepare import prepared_run\n"
+        f"config = load_config({str(LAPTOP)!r}, [{f'run.directory={tmp_path}'!r}])\n"
+        "with prepared_run(config, resume=False):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with (
+            pytest.raises(UserError, match=rf"another launcher \(process {other.pid}\)"),
+            prepared_run(wanted, resume=True),
+        ):
+            pass
+        other.kill()
+    with prepared_run(wanted, resume=True):  # the lock died with its holder
+        pass
+
+
+def test_keys_are_made_when_asked_for_and_kept_on_resume(tmp_path: Path) -> None:
+    wanted = config(tmp_path, "transport.curve=true")
+    contents = []
+    for resume in (False, True):
+        with prepared_run(wanted, resume=resume) as run:
+            (file,) = run.keys.iterdir()
+            contents.append(file.read_text())
+            assert file.stat().st_mode & 0o077 == 0
+    assert contents[0] == contents[1]
+
+
+def test_free_ports_are_free_different_and_outside_the_outgoing_range() -> None:
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    assert not any(low <= port <= high for port in ports)
+    for port in ports:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+
+
+def test_free_ports_skip_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+    monkeypatch.setattr("megasao.launch.ports._LOWEST", port)
+    monkeypatch.setattr("megasao.launch.ports._HIGHEST", port + 1)
+    monkeypatch.setattr("megasao.launch.ports._outgoing_range", lambda: (0, 0))
+    assert free_ports(1) == [port]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        with pytest.raises(OSError, match="only 0 of 1 free ports"):
+            free_ports(1)
+
+
+def test_trainer_roles_form_a_world(tmp_path: Path) -> None:
+    with prepared_run(config(tmp_path, "parallel.ranks=3"), resume=False) as run:
+        wanted = load_config(run.config)
+        roles = trainer_roles(run, wanted, megasao_command(run), stage="sft", host="127.0.0.1", port=4242)
+    assert [role.env["RANK"] for role in roles] == ["0", "1", "2"]
+    assert {role.env["WORLD_SIZE"] for role in roles} == {"3"}
+    assert {role.env["MASTER_PORT"] for role in roles} == {"4242"}
+    assert all(
+        role.command[1:] == ["-m", "megasao", "trainer", "--run", str(run.path), "--stage", "sft"] for role in roles
+    )
+    assert len({role.log for role in roles}) == 3
+
+
+def test_child_environment_is_offline_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megasao.launch.roles.has_nvidia_device", lambda: False)
+    environment = child_environment(threads=2, parent={"PATH": "/bin", "RANK": "5", "OMP_NUM_THREADS": "64"})
+    assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment["TORCHDYNAMO_DISABLE"] == "1"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert "RANK" not in environment
+    with prepared_run(config(tmp_path, "rollout.embedded.threads=2"), resume=False) as run:
+        role = rollout_role(run, load_config(run.config), megasao_command(run), 0)
+    assert role.env["OMP_NUM_THREADS"] == "2"
+    monkeypatch.setattr("megasao.launch.roles.has_nvidia_device", lambda: True)
+    environment = child_environment(threads=2, parent={"OMP_NUM_THREADS": "64"})
+    assert environment["OMP_NUM_THREADS"] == "64"
+    assert "TORCHDYNAMO_DISABLE" not in environment
+
+
+def test_endpoints_are_json_of_plain_data(tmp_path: Path) -> None:
+    with prepared_run(config(tmp_path, "transport.host=localhost"), resume=False) as run:
+        data = json.loads((run.path / "endpoints.json").read_text())
+    assert set(data) == {"controller", "weights", "torch_host", "torch_port"}
+    assert "localhost" not in data["controller"]  # ZeroMQ binds addresses, not names
+    assert os.path.exists(run.logs)

@@ -1,0 +1,278 @@
+"""Real roles (small python scripts) under the supervisor: deaths, restarts, limits, stops."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launch_support import WAIT_S, alive, wait_for
+
+from megasao.launch import process as process_module
+from megasao.launch.process import Guardian, Role, describe_exit, tail
+from megasao.launch.supervisor import Limits, Outcome, RoleFailed, StopSignals, Supervisor, Unit
+
+FOREVER = "import time; time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+)
+
+
+class Stage:
+    """A supervisor over scripts; ``actions`` run inside its ticks, each once its condition holds."""
+
+    def __init__(self, directory: Path, *, max_restarts: int = 3, stop_timeout_s: float = 5.0) -> None:
+        self.directory = directory
+        self.limits = Limits(max_restarts, stop_timeout_s, straggler_timeout_s=2.0)
+        self.signals = StopSignals()
+        self.reports: list[str] = []
+        self.actions: list[tuple[Callable[[], object], Callable[[], object]]] = []
+        self.services: list[Unit] = []
+        self.supervisor: Supervisor | None = None
+
+    def unit(self, name: str, *scripts: str) -> Unit:
+        """A unit with one process per script."""
+        return Unit(name, lambda: [self.role(f"{name}-{i}", script) for i, script in enumerate(scripts)])
+
+    def role(self, name: str, script: str) -> Role:
+        return Role(name, [sys.executable, "-S", "-c", script], self.directory / f"{name}.log")
+
+    def log(self, name: str) -> str:
+        path = self.directory / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def run(self, main: Unit, *services: Unit) -> Outcome:
+        deadline = time.monotonic() + WAIT_S
+
+        def tick(restarts: dict[str, int]) -> None:
+            assert time.monotonic() < deadline, "the supervisor did not end"
+            if self.actions and self.actions[0][0]():
+                self.actions.pop(0)[1]()
+
+        with Guardian() as guardian, self.signals.installed():
+            self.supervisor = Supervisor(
+                main,
+                list(services),
+                self.limits,
+                guardian=guardian,
+                signals=self.signals,
+                on_tick=tick,
+                report=self.reports.append,
+            )
+            return self.supervisor.supervise()
+
+
+def counting(directory: Path, name: str, then: str) -> str:
+    """A script that knows which start of it this is, in ``n`` (from 1)."""
+    path = directory / f"{name}.count"
+    return (
+        f"import os, sys, time\np = {str(path)!r}\nn = 1 + (int(open(p).read()) if os.path.exists(p) else 0)\n"
+        f"open(p, 'w').write(str(n))\n{then}"
+    )
+
+
+def test_a_normal_end(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stop = tmp_path / "stop"
+    service = stage.unit("service", f"import os, time\nwhile not os.path.exists({str(stop)!r}): time.sleep(0.02)")
+    main = stage.unit("main", f"print('done'); open({str(stop)!r}, 'w')", "pass")
+    assert stage.run(main, service) == "finished"
+    assert "done" in stage.log("main-0")
+    assert [p.code for p in service.processes] == [0]
+    assert stage.reports == []
+
+
+def test_a_killed_service_is_restarted_alone(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, stop_timeout_s=0.3)
+    service, other = stage.unit("service", FOREVER), stage.unit("other", FOREVER)
+    flag = tmp_path / "flag"
+    main = stage.unit("main", f"import os, time\nwhile not os.path.exists({str(flag)!r}): time.sleep(0.02)")
+    pids: list[int] = []
+
+    def kill() -> None:
+        pids.extend([service.processes[0].pid, other.processes[0].pid, main.processes[0].pid])
+        os.kill(pids[0], signal.SIGKILL)
+
+    def again() -> None:
+        assert service.processes[0].pid != pids[0]
+        assert [other.processes[0].pid, main.processes[0].pid] == pids[1:]
+        flag.touch()
+
+    stage.actions = [(lambda: True, kill), (lambda: service.restarts == 1 and service.running, again)]
+    assert stage.run(main, service, other) == "finished"
+    assert stage.log("service-0").count("--- ") == 2
+    assert "service-0: killed by SIGKILL" in stage.reports[0]
+    assert "restarting service (1 of 3)" in stage.reports[0]
+
+
+def test_one_dead_rank_restarts_the_whole_world_with_fresh_roles(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    made: list[int] = []
+    dies_once = counting(tmp_path, "a", "sys.exit(0 if n > 1 else 7)")
+    waits_once = counting(tmp_path, "b", "time.sleep(0 if n > 1 else 600)")
+
+    def make_roles() -> list[Role]:
+        made.append(len(made))
+        return [stage.role("rank-0", dies_once), stage.role("rank-1", waits_once)]
+
+    main = Unit("world", make_roles)
+    assert stage.run(main) == "finished"
+    assert made == [0, 1]
+    assert "rank-0: exit code 7" in stage.reports[0]
+    assert stage.log("rank-1").count("--- ") == 2
+
+
+def test_the_restart_limit_fails_the_run_with_the_log(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, max_restarts=2)
+    lines = "\n".join(f"print('line {i}')" for i in range(40))
+    service = stage.unit("service", f"{lines}\nraise SystemExit(3)")
+    main = stage.unit("main", FOREVER)
+    with pytest.raises(RoleFailed) as caught:
+        stage.run(main, service)
+    message = str(caught.value)
+    assert "service-0: exit code 3" in message
+    assert "supervision.max_restarts = 2" in message
+    assert str(tmp_path / "service-0.log") in message
+    assert message.endswith("line 39")
+    assert "line 10\n" in message
+    assert "line 9\n" not in message  # the last 30 lines only
+    assert stage.log("service-0").count("--- ") == 3
+    assert not alive(main.processes[0].pid)
+
+
+def test_no_restart_at_all_when_none_is_allowed(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, max_restarts=0)
+    with pytest.raises(RoleFailed, match="main-0: exit code 1"):
+        stage.run(stage.unit("main", "raise SystemExit(1)"))
+    assert stage.log("main-0").count("--- ") == 1
+
+
+def test_services_that_ended_on_purpose_are_not_restarted_but_come_back_with_a_dead_trainer(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    service = stage.unit("service", "pass")
+    main = stage.unit("main", counting(tmp_path, "main", "time.sleep(0.5); sys.exit(n == 1)"))
+    assert stage.run(main, service) == "finished"
+    assert service.restarts == 0
+    assert stage.log("service-0").count("--- ") == 2  # once at first, once with the restarted trainer
+
+
+def test_a_rank_that_never_ends_is_noticed(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, max_restarts=0)
+    with pytest.raises(RoleFailed, match="main-1: still running 2 s after another process of its world ended"):
+        stage.run(stage.unit("main", "pass", FOREVER))
+
+
+def test_services_that_do_not_end_are_ended_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megasao.launch.supervisor.TERMINATE_GRACE_S", 0.3)
+    stage = Stage(tmp_path, stop_timeout_s=0.3)
+    polite, stubborn = stage.unit("polite", FOREVER), stage.unit("stubborn", STUBBORN)
+    flag = tmp_path / "flag"
+    main = stage.unit("main", f"import os, time\nwhile not os.path.exists({str(flag)!r}): time.sleep(0.02)")
+    stage.actions = [(lambda: "\nready\n" in stage.log("stubborn-0"), flag.touch)]
+    assert stage.run(main, polite, stubborn) == "finished"
+    assert polite.processes[0].code == -signal.SIGTERM
+    assert stubborn.processes[0].code == -signal.SIGKILL
+    assert "polite-0, stubborn-0 did not end by themselves" in stage.reports[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals) -> None:
+    stage = Stage(tmp_path)
+    service, main = stage.unit("service", FOREVER), stage.unit("main", FOREVER, FOREVER)
+    stage.actions = [(lambda: True, lambda: os.kill(os.getpid(), number))]
+    before = signal.getsignal(number)
+    assert stage.run(main, service) == "interrupted"
+    assert signal.getsignal(number) is before
+    assert not any(alive(p.pid) for unit in (service, main) for p in unit.processes)
+    assert stage.reports == ["stopping every role; once more to kill them at once"]
+
+
+def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, stop_timeout_s=600.0)
+    main = stage.unit("main", STUBBORN)
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stage.actions = [(lambda: "\nready\n" in stage.log("main-0"), interrupt), (lambda: bool(stage.reports), interrupt)]
+    assert stage.run(main) == "interrupted"
+    assert main.processes[0].code == -signal.SIGKILL
+
+
+def test_what_a_dead_role_had_started_is_gone_too(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    child = tmp_path / "child"
+    script = (
+        "import subprocess, sys, os\n"
+        f"p = subprocess.Popen([sys.executable, '-S', '-c', {FOREVER!r}])\n"
+        f"open({str(child)!r}, 'w').write(str(p.pid)); os._exit(0)"
+    )
+    assert stage.run(stage.unit("main", script)) == "finished"
+    wait_for(lambda: not alive(int(child.read_text())), "the grandchild to end")
+
+
+def test_an_error_in_the_panel_leaves_no_process(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    main = stage.unit("main", FOREVER)
+
+    def break_down() -> None:
+        raise ZeroDivisionError
+
+    stage.actions = [(lambda: True, break_down)]
+    with pytest.raises(ZeroDivisionError):
+        stage.run(main)
+    assert not alive(main.processes[0].pid)
+
+
+def test_a_command_that_does_not_exist_fails_the_run(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, max_restarts=0)
+    main = Unit("main", lambda: [Role("main-0", ["/no/such/program"], tmp_path / "main-0.log")])
+    with pytest.raises(RoleFailed, match="No such file"):
+        stage.run(main)
+
+
+def test_exit_codes_in_words() -> None:
+    assert describe_exit(3) == "exit code 3"
+    assert describe_exit(-signal.SIGSEGV) == "killed by SIGSEGV"
+    assert "out of memory" in describe_exit(-signal.SIGKILL)
+
+
+def test_tail_of_a_long_log(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert tail(path, 3) == ""
+    path.write_bytes(b"x" * 200_000 + b"\n1\n2\n\xff\n")
+    assert tail(path, 3) == "1\n2\n\ufffd"
+
+
+def test_the_kernel_alone_kills_a_role_whose_launcher_died(tmp_path: Path) -> None:
+    child = Path(process_module.__file__).with_name("child.py")
+    sleeper = [sys.executable, "-S", "-c", FOREVER]
+    script = (
+        "import os, subprocess, sys, time\n"
+        f"guarded = [sys.executable, '-I', '-S', {str(child)!r}, str(os.getpid()), *{sleeper!r}]\n"
+        f"print(*[subprocess.Popen(c, stdout=subprocess.DEVNULL).pid for c in (guarded, {sleeper!r})], flush=True)\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-S", "-c", script], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        role, control = map(int, launcher.stdout.readline().split())
+        wait_for(lambda: b"child.py" not in Path(f"/proc/{role}/cmdline").read_bytes(), "the role to start")
+        launcher.kill()
+    try:
+        wait_for(lambda: not alive(role), "the role to end")
+        assert alive(control)  # without child.py a process outlives its parent
+    finally:
+        os.kill(control, signal.SIGKILL)
+
+
+def test_a_role_does_not_start_under_another_parent_than_its_launcher() -> None:
+    child = Path(process_module.__file__).with_name("child.py")
+    result = subprocess.run(
+        [sys.executable, "-I", "-S", str(child), "1", "echo", "started"], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 1
+    assert "launcher died" in result.stderr
+    assert result.stdout == ""
