@@ -1,30 +1,278 @@
-"""Functions that run on every rank of a test world."""
+"""What test worlds run: every function takes a JSON payload on each rank and returns JSON.
+
+Tensors go to files: rank 0 writes ``payload["out"]`` with safetensors.
+"""
 
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
-def smoke(payload: dict[str, Any]) -> Any:
-    from megasao.megatron import runtime
-    from megasao.megatron.bridge import export_hf
-    from megasao.megatron.models import build_model
-    from megasao.megatron.optimizer import build_optimizer
-    from megasao.megatron.rows import Row
-    from megasao.megatron.step import forward_backward, forward_only
-    from tests.megatron.tiny import make_config, random_sequences
+from megasao.config import Config
+from megasao.megatron import runtime
+from megasao.megatron.bridge import export_hf, export_tensors, load_hf, save_hf
+from megasao.megatron.checkpoint import MOMENTS, load_model, save_model
+from megasao.megatron.models import MegatronModel, build_model
+from megasao.megatron.optimizer import Optimizer, build_optimizer
+from megasao.megatron.rows import Row
+from megasao.megatron.runtime import Topology
+from megasao.megatron.step import LossFunction, forward_backward, forward_only
+from tests.megatron.tiny import make_config, random_sequences
 
-    path = Path(payload["path"])
-    config = make_config(path, payload["parallel"])
-    topology = runtime.set_layout(config.parallel, 0)
-    model = build_model("actor", path, config)
-    seqs = random_sequences(6, seed=1)
-    row = Row.from_sequences(seqs, [1.0, 0.7] * 3)
-    out = forward_only(model, [row])
-    opt = build_optimizer(model, config.actor.optimizer)
-    opt.zero_grad()
-    stats = forward_backward(model, [row], lambda i, o: (-(o.sum()) / 100 / topology.data_size, {"x": o.sum()}))
-    norm = opt.step(1e-3)
-    hf = export_hf(model)
-    critic = build_model("critic", path, config)
-    v = forward_only(critic, [row])
-    return [out[0].tolist(), norm, stats[0]["x"].item(), len(hf), v[0].tolist()[:3]]
+Payload = dict[str, Any]
+
+
+def outputs(payload: Payload) -> Any:
+    """Per-token outputs of one row of ``sequences`` at ``temperatures``."""
+    config, _ = _start(payload)
+    model = build_model(payload.get("role", "actor"), Path(payload["path"]), config)
+    row = Row.from_sequences(payload["sequences"], payload["temperatures"])
+    return [output.tolist() for output in forward_only(model, [row])]
+
+
+def train(payload: Payload) -> Any:
+    """Adam steps on fixed rows; writes gradients of the first step and the weights after the last.
+
+    ``mutation`` makes a deliberate mistake: ``scale`` divides by the data-parallel size too, ``swap`` exchanges
+    two experts.
+    """
+    config, topology = _start(payload)
+    model = build_model(payload["role"], Path(payload["path"]), config)
+    optimizer = build_optimizer(model, config.actor.optimizer)
+    if payload.get("mutation") == "swap":
+        _swap_experts(model)
+    report: list[Any] = []
+    for step in range(payload["steps"]):
+        losses, norm = _train_step(model, optimizer, topology, payload, step)
+        report.append([losses, norm])
+    _write(payload, "weights", export_hf(model))
+    return report
+
+
+def round_trip(payload: Payload) -> Any:
+    """Export a freshly loaded model."""
+    config, _ = _start(payload)
+    model = build_model(payload["role"], Path(payload["path"]), config)
+    _write(payload, "weights", export_hf(model))
+    return len(export_hf(model))
+
+
+def load_errors(payload: Payload) -> Any:
+    """The message with which each of ``paths`` is refused."""
+    config, _ = _start(payload)
+    messages = []
+    for path in payload["paths"]:
+        try:
+            build_model("actor", Path(path), config)
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def save_directory(payload: Payload) -> Any:
+    """Write a Hugging Face directory, twice: the second replaces the first."""
+    config, _ = _start(payload)
+    model = build_model("actor", Path(payload["path"]), config)
+    for _ in range(2):
+        save_hf(model, Path(payload["path"]), Path(payload["directory"]))
+    load_hf(model, Path(payload["directory"]))
+    return Path(payload["directory"], "COMPLETE").is_file()
+
+
+def save_trained(payload: Payload) -> Any:
+    """Train ``steps``, checkpoint, train ``more`` steps; writes state at the checkpoint and weights at the end."""
+    config, topology = _start(payload)
+    model = build_model(payload["role"], Path(payload["path"]), config)
+    optimizer = build_optimizer(model, config.actor.optimizer)
+    for step in range(payload["steps"]):
+        _train_step(model, optimizer, topology, payload, step)
+    save_model(model, optimizer, Path(payload["directory"]))
+    _write(payload, "state", _whole_state(model, optimizer))
+    for step in range(payload["steps"], payload["steps"] + payload["more"]):
+        _train_step(model, optimizer, topology, payload, step)
+    _write(payload, "weights", export_hf(model))
+    return None
+
+
+def resume_trained(payload: Payload) -> Any:
+    """Load the checkpoint into a random model, under whatever layout, and train ``more`` steps."""
+    config, topology = _start(payload)
+    model = build_model(payload["role"], Path(payload["path"]), config, load=False)
+    optimizer = build_optimizer(model, config.actor.optimizer)
+    load_model(model, optimizer, Path(payload["directory"]))
+    _write(payload, "state", _whole_state(model, optimizer))
+    for step in range(payload["steps"], payload["steps"] + payload["more"]):
+        _train_step(model, optimizer, topology, payload, step)
+    _write(payload, "weights", export_hf(model))
+    return None
+
+
+def load_checkpoint_errors(payload: Payload) -> Any:
+    """The message with which each of ``directories`` is refused."""
+    config, _ = _start(payload)
+    model = build_model(payload["role"], Path(payload["path"]), config)
+    optimizer = build_optimizer(model, config.actor.optimizer)
+    messages = []
+    for directory in payload["directories"]:
+        try:
+            load_model(model, optimizer, Path(directory))
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def idle_rank(payload: Payload) -> Any:
+    """Only data rank 0 has tokens; the other enters with a dummy row and a constant loss."""
+    config, topology = _start(payload)
+    model = build_model("actor", Path(payload["path"]), config)
+    optimizer = build_optimizer(model, config.actor.optimizer)
+    optimizer.zero_grad()
+    rows = [_rows(0)[0] if topology.data_rank == 0 else Row.dummy()]
+
+    def loss(index: int, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if topology.data_rank:
+            return torch.zeros(()), {}
+        return -values.sum() / 100.0, {}
+
+    forward_backward(model, rows, loss)
+    _write(payload, "gradients", export_tensors(model, lambda local: local.parameter.main_grad))  # type: ignore[attr-defined]
+    return None
+
+
+def unequal_rows(payload: Payload) -> Any:
+    """Ranks disagree on the number of rows."""
+    config, topology = _start(payload)
+    model = build_model("actor", Path(payload["path"]), config)
+    try:
+        forward_only(model, [Row.dummy()] * (1 + topology.data_rank))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def not_finite(payload: Payload) -> Any:
+    """A NaN loss is refused by the optimizer, and nothing moves."""
+    config, _ = _start(payload)
+    model = build_model("actor", Path(payload["path"]), config)
+    optimizer = build_optimizer(model, config.actor.optimizer)
+    before = export_hf(model)
+    optimizer.zero_grad()
+    forward_backward(model, [_rows(0)[0]], lambda index, values: (values.sum() * float("nan"), {}))
+    try:
+        optimizer.step(1.0)
+        message = ""
+    except RuntimeError as error:
+        message = str(error)
+    after = export_hf(model)
+    return [message, all(torch.equal(before[name], after[name]) for name in before)]
+
+
+def collectives(payload: Payload) -> Any:
+    """Sums over data-parallel ranks, and bytes from rank 0."""
+    _, topology = _start(payload)
+    mine = torch.tensor([1.0 + topology.data_rank, 0.1], dtype=torch.float64)
+    if not topology.is_last_stage:
+        mine = torch.full_like(mine, float("nan"))
+    received = topology.broadcast_bytes(b"\x00payload" if topology.rank == 0 else None)
+    empty = topology.broadcast_bytes(b"" if topology.rank == 0 else None)
+    return [topology.all_reduce_data(mine).tolist(), received.hex(), empty.hex(), topology.data_size]
+
+
+def layout_errors(payload: Payload) -> Any:
+    """The message with which a layout is refused."""
+    try:
+        config, _ = _start(payload)
+        build_model("actor", Path(payload["path"]), config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def fail_on(payload: Payload) -> Any:
+    """Raise on one rank, while the other waits for it in a collective."""
+    if torch.distributed.get_rank() == payload["rank"]:
+        raise RuntimeError("deliberate")
+    torch.distributed.barrier()
+
+
+def wait_forever(payload: Payload) -> Any:
+    """Rank 1 never answers."""
+    import time
+
+    if torch.distributed.get_rank() == 1:
+        time.sleep(600)
+
+
+def _start(payload: Payload) -> tuple[Config, Topology]:
+    config: Config = make_config(Path(payload["path"]), payload.get("parallel"), **payload.get("critic", {}))
+    return config, runtime.set_layout(config.parallel, seed=1)
+
+
+def _rows(step: int) -> list[Row]:
+    """Four rows of a step, of different lengths, at two temperatures."""
+    return [
+        Row.from_sequences(random_sequences(count, seed=10 * step + count), ([1.0, 0.7] * count)[:count])
+        for count in (2, 3, 4, 5)
+    ]
+
+
+def _loss(role: str, row: Row, seed: int, denominator: float) -> LossFunction:
+    """A weighted sum of log-probabilities, or a squared error against random targets; some tokens count zero."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(row.tokens.numel(), generator=generator)
+    counted = torch.rand(row.tokens.numel(), generator=generator) < 0.7
+
+    def loss(index: int, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        each = -weights * values if role == "actor" else (values - weights) ** 2
+        total = torch.where(counted, each, torch.zeros_like(each)).sum() / denominator
+        return total, {"loss": total, "tokens": counted.sum()}
+
+    return loss
+
+
+def _train_step(
+    model: MegatronModel, optimizer: Optimizer, topology: Topology, payload: Payload, step: int
+) -> tuple[float, float]:
+    numbered = list(enumerate(_rows(step)))[topology.data_rank :: topology.data_size]
+    denominator = 100.0 * (topology.data_size if payload.get("mutation") == "scale" else 1)
+    losses = [_loss(payload["role"], row, 100 * step + number, denominator) for number, row in numbered]
+    optimizer.zero_grad()
+    stats = forward_backward(model, [row for _, row in numbered], lambda index, values: losses[index](index, values))
+    if step == 0:
+        _write(payload, "gradients", export_tensors(model, _gradient))
+    total = topology.all_reduce_data(torch.stack([row["loss"] for row in stats]).sum())
+    return total.item(), optimizer.step(1e-3)
+
+
+def _gradient(local: Any) -> Tensor | None:
+    return local.parameter.main_grad if local.parameter.requires_grad else None
+
+
+def _whole_state(model: MegatronModel, optimizer: Optimizer) -> dict[str, Tensor]:
+    state = optimizer.adam_state()
+    whole = {f"weight:{name}": tensor for name, tensor in export_hf(model).items()}
+    for moment in MOMENTS:
+        tensors = export_tensors(model, lambda local, moment=moment: state.get(local.parameter, {}).get(moment))
+        whole.update({f"{moment}:{name}": tensor for name, tensor in tensors.items()})
+    if torch.distributed.get_rank() == 0:
+        whole["steps"] = torch.tensor(sorted({float(values["step"]) for values in state.values()}))
+    return whole
+
+
+def _swap_experts(model: MegatronModel) -> None:
+    for module in model.modules:
+        experts = module.decoder.layers[0].mlp.experts.local_experts
+        first, second = experts[0].linear_fc1.weight, experts[1].linear_fc1.weight
+        with torch.no_grad():
+            kept = first.clone()
+            first.copy_(second)
+            second.copy_(kept)
+
+
+def _write(payload: Payload, name: str, tensors: dict[str, Tensor]) -> None:
+    if torch.distributed.get_rank() == 0 and "out" in payload:
+        save_file(tensors, Path(payload["out"]) / f"{name}.safetensors")

@@ -68,3 +68,10 @@ def make_config(path: Path, parallel: dict[str, Any] | None = None, **critic: An
             "parallel": parallel or {"ranks": 1},
         }
     )
+
+
+def read(out: Path, name: str) -> dict[str, Any]:
+    """Tensors that rank 0 of a test world wrote."""
+    from safetensors.torch import load_file
+
+    return load_file(out / f"{name}.safetensors")

@@ -58,10 +58,14 @@ def export_hf(model: "MegatronModel") -> dict[str, Tensor]:
     """Every weight of the model under its Hugging Face name, on rank 0, on CPU; {} on the other ranks.
 
     Collective: all ranks of the world take part. A critic's head is ``value_head.weight`` and ``value_head.bias``.
-    The tensors are copies (or share nothing that training changes in place).
+    The tensors are copies: later training does not change them.
     """
-    mine = {name: tensor.cpu().clone() for name, tensor in local_hf_tensors(model, lambda local: local.parameter)}
-    return _gather_on_rank_0(mine)
+    return export_tensors(model, lambda local: local.parameter)
+
+
+def export_tensors(model: "MegatronModel", of: Callable[[LocalParameter], Tensor | None]) -> dict[str, Tensor]:
+    """As :func:`export_hf`, for any tensor that goes with a parameter and has its shape, such as its gradient."""
+    return _gather_on_rank_0({name: tensor.cpu().clone() for name, tensor in local_hf_tensors(model, of)})
 
 
 def _gather_on_rank_0(mine: dict[str, Tensor]) -> dict[str, Tensor]:
