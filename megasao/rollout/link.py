@@ -2,7 +2,8 @@
 
 Invariants:
 - sending never blocks: what cannot be sent now is sent again (numbered messages) or is out of date anyway;
-- after two silent heartbeats the worker says ``Hello`` again, which a restarted controller needs;
+- a controller that does not know this worker, or was silent for two heartbeats, is told ``Hello``;
+- a restarted controller (a new incarnation) is sent again everything that was not acknowledged;
 - after ``give_up_after_s`` of silence the worker fails with an error that names the controller's address.
 """
 
@@ -35,9 +36,10 @@ class ControllerLink:
         self._give_up_after_s = give_up_after_s
         self._last_heard = time.monotonic()
         self._last_hello = -float("inf")
+        self._incarnation: str | None = None
         self.outbox = Outbox(resend_after_s=4 * heartbeat_s)
         self.connected = False
-        """Whether a ``Welcome`` came since the last reconnection."""
+        """Whether the controller knows this worker."""
 
     async def send(self, message: FromWorker, payload: bytes = b"") -> bool:
         """Send if the queue has room; whether it had."""
@@ -83,10 +85,12 @@ class ControllerLink:
             self._last_hello = now
             await self.send(Hello(peer=self._peer, role="rollout", active_leases=active_leases))
 
-    def welcomed(self) -> None:
-        """The controller knows this worker (again): what it has not acknowledged is sent again."""
+    def welcomed(self, incarnation: str) -> None:
+        """The controller knows this worker. One that was restarted is sent again what is not acknowledged."""
         self.connected = True
-        self.outbox.forget_sending()
+        if incarnation != self._incarnation:
+            self._incarnation = incarnation
+            self.outbox.forget_sending()
 
     def lost(self) -> None:
         """The controller does not know this worker: say ``Hello`` before anything else."""

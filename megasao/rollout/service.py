@@ -22,6 +22,7 @@ from megasao.rollout.link import ControllerLink
 from megasao.trajectories.ipc import to_ipc
 from megasao.trajectories.schema import Trajectory, to_batch
 from megasao.transport.messages import (
+    SAY_HELLO,
     Ack,
     Credit,
     EvaluationResult,
@@ -91,7 +92,7 @@ class RolloutService:
             case Welcome():
                 for lease_id in message.unknown_leases:
                     self._forget(lease_id)
-                self._link.welcomed()
+                self._link.welcomed(message.incarnation)
                 self._last_credit = None
             case Leases():
                 for lease in message.leases:
@@ -108,6 +109,9 @@ class RolloutService:
                 raise AssertionError(f"unhandled message {message!r}")
 
     def _refused(self, message: Refused) -> None:
+        if message.reason == SAY_HELLO:
+            self._link.lost()
+            return
         logger.warning("the controller refused message %s: %s", message.seq, message.reason)
         if message.seq is not None:
             self._link.outbox.settle(message.seq)

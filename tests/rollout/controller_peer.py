@@ -14,7 +14,18 @@ from megasao.rollout.link import ControllerLink
 from megasao.rollout.service import RolloutService
 from megasao.transport.codec import decode, encode
 from megasao.transport.endpoints import bind_router, connect_dealer
-from megasao.transport.messages import Credit, FromWorker, Heartbeat, Hello, Lease, Leases, Stop, Welcome
+from megasao.transport.messages import (
+    SAY_HELLO,
+    Credit,
+    FromWorker,
+    Heartbeat,
+    Hello,
+    Lease,
+    Leases,
+    Refused,
+    Stop,
+    Welcome,
+)
 from megasao.weights.publisher import WeightPublisher
 from megasao.weights.receiver import WeightReceiver
 
@@ -64,8 +75,9 @@ class ControllerPeer:
     def __init__(self, context, address: str) -> None:
         self._socket = bind_router(context, address, high_water_mark=64)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.welcome = Welcome("test")
+        self.welcome = Welcome("test", [], f"incarnation-{id(self)}")
         self.seen = []
+        self._known = False
         self._peer = b""
 
     async def receive(self, *kinds, where=lambda message: True):
@@ -75,10 +87,18 @@ class ControllerPeer:
                 self._peer, *frames = await self._socket.recv_multipart()
                 message, payload = decode(frames, FromWorker)
                 self.seen.append(message)
-                if isinstance(message, Hello):
-                    await self.send(self.welcome)
+                await self._answer(message)
                 if isinstance(message, kinds) and where(message):
                     return (message, payload) if payload else message
+
+    async def _answer(self, message):
+        """What a controller says at once: Welcome to Hello and Heartbeat, and a request for Hello to strangers."""
+        if isinstance(message, Hello):
+            self._known = True
+        if isinstance(message, Hello | Heartbeat | Credit) and not self._known:
+            await self.send(Refused(SAY_HELLO))
+        elif isinstance(message, Hello | Heartbeat):
+            await self.send(self.welcome)
 
     async def send(self, message, payload=b""):
         await self._socket.send_multipart([self._peer, *encode(message, payload)])

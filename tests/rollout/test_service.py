@@ -116,7 +116,7 @@ def test_leases_that_a_restarted_controller_does_not_know_are_dropped(codec):
         await b.peer.grant(lease("a"), lease("b"))
         await heartbeat(b.peer, active=2.0)
         peer = await b.restart_controller()
-        peer.welcome = Welcome("test", unknown_leases=["a", "never heard of"])
+        peer.welcome = Welcome("test", ["a", "never heard of"], "another")
         hello = await peer.receive(Hello)
         assert sorted(hello.active_leases) == ["a", "b"]
         await heartbeat(peer, active=1.0)
