@@ -10,7 +10,7 @@ import html
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 Values = list[float | None]
 
@@ -47,7 +47,6 @@ class Chart:
     stacked: bool = False
     dots: bool = False
     from_zero: bool = False
-    bounds: tuple[float, float] | None = field(default=None)
 
 
 @dataclass(frozen=True)
@@ -156,14 +155,13 @@ def _scale(chart: Chart) -> Scale:
         values = [0.0, *_stack_tops(chart)[-1]]
     low, high = min(values), max(values)
     log = not chart.stacked and not chart.percent and low > 0 and high > LOG_FROM * sorted(values)[len(values) // 2]
-    if chart.bounds is not None:
-        low, high = min(low, chart.bounds[0]), max(high, chart.bounds[1])
-    elif not log:
-        low = min(low, 0.0) if chart.from_zero else low
-        pad = 0.06 * (high - low) or abs(high) * 0.1 or 0.5
-        low, high = (low if chart.from_zero and low >= 0 else low - pad), high + pad
-    else:
+    if log:
         high = max(high, low * 1.1)
+    else:
+        from_zero = chart.from_zero or chart.stacked
+        low = min(low, 0.0) if from_zero else low
+        pad = 0.06 * (high - low) or abs(high) * 0.1 or 0.5
+        low, high = (low if from_zero and low >= 0 else low - pad), high + pad
     return Scale(min(chart.x), max(chart.x), low, high, log)
 
 

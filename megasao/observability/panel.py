@@ -32,6 +32,7 @@ class Panel:
         self.state = PanelState(config)
         self._trainer = Tail(run.metrics / "trainer.jsonl")
         self._sft = Tail(run.metrics / "sft.jsonl")
+        self._controller = Tail(run.metrics / "controller.jsonl")
         self._evaluations = Tail(run.evaluations)
         self._live: Live | None = None
         if self.mode != "off":
@@ -62,6 +63,7 @@ class Panel:
         for row in self._sft.read():
             if self.state.feed_sft(row) and show and (row["step"] + 1) % every == 0:
                 self._print(sft_line(self.state, row))
+        self.state.controller.extend(self._controller.read())
         for row in self._trainer.read():
             if self.state.feed_trainer(row) and show:
                 self._print(step_line(self.state, row))

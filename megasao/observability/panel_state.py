@@ -6,6 +6,7 @@ Invariants:
 """
 
 import itertools
+from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -14,6 +15,8 @@ from megasao.observability.jsonl import Row
 
 RECENT = 20
 """Steps that the pace is measured over."""
+GAUGES = 200
+"""Rows of the controller that are kept, one a second."""
 
 
 @dataclass
@@ -23,6 +26,7 @@ class PanelState:
     config: Config
     trainer: list[Row] = field(default_factory=list)
     sft: list[Row] = field(default_factory=list)
+    controller: deque[Row] = field(default_factory=lambda: deque(maxlen=GAUGES))
     evaluations: dict[str, Row] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
     closed: bool = False
@@ -47,7 +51,7 @@ class PanelState:
     @property
     def fine_tuning(self) -> bool:
         """Fine-tuning is what is going on."""
-        return bool(self.sft) and not self.trainer
+        return bool(self.sft) and not self.trainer and not self.controller
 
     @property
     def stage(self) -> str:
@@ -57,7 +61,7 @@ class PanelState:
         if self.fine_tuning:
             return "fine-tuning" if self.finished < self.total else "starting SAO"
         if not self.trainer:
-            return "starting"
+            return "starting SAO" if self.controller else "starting"
         if self.finished >= self.total:
             return "last evaluation"
         return "SAO, critic warm-up" if self.finished < self.config.critic.warmup_steps else "SAO"

@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megasao.observability.formats import MISSING, count, duration, number, share, sparkline
+from megasao.observability.formats import MISSING, count, duration, finite, number, share, sparkline
 from megasao.observability.jsonl import Row
 from megasao.observability.panel_state import PanelState
 from megasao.observability.record import version_label
@@ -26,7 +26,7 @@ def draw(state: PanelState, width: int) -> RenderableType:
     """The whole panel for a terminal of ``width`` columns."""
     inner = max(40, width - 6)
     body: list[RenderableType] = [_progress(state, inner)]
-    if state.trainer or state.evaluations:
+    if state.trainer or state.evaluations or state.controller:
         body += [Text(), _two_columns(_learning(state), _machine(state), inner)]
     elif state.sft:
         body += [Text(), _lines(_fine_tuning(state), inner)]
@@ -106,16 +106,17 @@ def _learning(state: PanelState) -> list[Line]:
 
 def _machine(state: PanelState) -> list[Line]:
     """How it runs."""
-    row, bound = state.last, state.config.loop.max_lag
-    lag_max, high = count(row.get("data/lag_max")), share(row.get("actor/masked_high"), 2)
+    row, bound, gauges = state.last, state.config.loop.max_lag, state.controller[-1] if state.controller else {}
+    lag_max, high = count(row.get("data/lag_max")), share(row.get("actor/masked_high"), 2).replace(" ", "")
     restarts = sum(state.restarts.values())
     who = ", ".join(f"{role} {times}" for role, times in state.restarts.items() if times)
+    waiting = [value for value in (finite(row.get("buffer")) for row in state.controller) if value is not None]
     return [
         _speed_line(state, "rollout"),
         _speed_line(state, "trainer"),
         ("lag mean", number(row.get("data/lag_mean"), 2), f"max {lag_max} of {bound}", state.series("data/lag_mean")),
-        ("masked", share(row.get("actor/masked_low"), 2), "below the band", state.series("actor/masked_low")),
-        ("", high, "above the band", state.series("actor/masked_high")),
+        ("masked", share(row.get("actor/masked_low"), 2), f"low, {high} high", state.series("actor/masked_low")),
+        ("buffer", count(gauges.get("buffer")), f"{count(gauges.get('leases'))} on lease", waiting),
         ("restarts", str(restarts), who, ()),
     ]
 

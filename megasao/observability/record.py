@@ -4,7 +4,8 @@ Invariants:
 - an evaluation that was run again after a resume counts once, with its last result;
 - an evaluation of a step that the trainer's metrics (after a resume) no longer reach is still listed: its label is
   the weight version that produced its tokens, which stays true;
-- drops and failures are totals of the whole run by reason, never shares of an interval.
+- drops and failures are totals of the whole run by reason; counters that begin again at 0 with a restarted
+  controller are added up over its lives.
 """
 
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ import yaml
 
 from megasao.config.rundir import RunDirectory
 from megasao.observability.examples import read_examples
+from megasao.observability.formats import finite
 from megasao.observability.jsonl import Row, read_metrics, read_rows
 
-EXCLUDED = ("dropped", "failures", "refused", "given_up", "duplicates")
-"""First part of the metric names (behind ``rollout/``) that count trajectories that were not trained on."""
+EXCLUDED = ("dropped", "failures", "refused", "given_up")
+"""First part of the names of the controller's counters of what was not trained on."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +90,29 @@ def version_label(row: Row) -> str:
 
 
 def exclusions(record: RunRecord) -> dict[str, float]:
-    """Trajectories that were not trained on, by reason: the totals last reported, without zeros."""
-    totals: dict[str, float] = {}
-    for rows, prefix in ((record.trainer, "rollout/"), (record.controller, "")):
-        for row in rows:
-            for name, value in row.items():
-                reason = name.removeprefix(prefix)
-                if isinstance(value, int | float) and reason.split("/")[0] in EXCLUDED:
-                    totals[reason] = value
-    return {reason: value for reason, value in sorted(totals.items()) if value}
+    """What was not trained on, by counter: ``dropped/<reason>/<task>``, ``failures/<reason>`` (attempts), ..."""
+    rows, prefix = (record.controller, "") if record.controller else (record.trainer, "rollout/")
+    names = {name for row in rows for name in row if name.removeprefix(prefix).split("/")[0] in EXCLUDED}
+    totals = {name.removeprefix(prefix): _total(rows, name) for name in sorted(names) if name.startswith(prefix)}
+    return {reason: total for reason, total in totals.items() if total}
+
+
+def accept_rates(record: RunRecord) -> dict[str, float]:
+    """Share of each task's trajectories that were trained on, of those trained on or dropped: as last reported."""
+    rows, prefix = (record.controller, "") if record.controller else (record.trainer, "rollout/")
+    start = f"{prefix}accept_rate/"
+    last = rows[-1] if rows else {}
+    return {name.removeprefix(start): value for name, value in sorted(last.items()) if name.startswith(start)}
+
+
+def _total(rows: list[Row], name: str) -> float:
+    """Sum of a counter over the lives of its process; a fall, or a line without it, is a new life."""
+    total = previous = 0.0
+    for row in rows:
+        value = finite(row.get(name)) or 0.0
+        total += value if value < previous else value - previous
+        previous = value
+    return total
 
 
 def column(rows: list[Row], name: str) -> list[float]:

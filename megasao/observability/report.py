@@ -73,13 +73,13 @@ def _header(record: RunRecord, summary: Summary) -> str:
 
 
 def _tiles(summary: Summary) -> str:
-    excluded = sum(summary.excluded.values())
+    dropped = sum(total for reason, total in summary.excluded.items() if reason.startswith("dropped"))
     tiles = [
         ("greedy success", _change(summary.modes["greedy"])),
         ("sampled success", _change(summary.modes["sampled"])),
         ("weight version", _text(MISSING if summary.weight_version is None else f"v{summary.weight_version}")),
         ("lag, mean and max", _text(f"{number(summary.lag_mean, 2)} / {count(summary.lag_max)}")),
-        ("trajectories", _text(count(summary.trajectories), f"{count(excluded)} excluded")),
+        ("trajectories", _text(count(summary.trajectories), f"trained on; {count(dropped)} dropped")),
         ("SAO time", _text(duration(summary.sao_seconds), f"+ {duration(summary.fine_tuning_seconds)} fine-tuning")),
     ]
     return (

@@ -42,7 +42,6 @@ class _Steps:
         percent: bool = False,
         stacked: bool = False,
         from_zero: bool = False,
-        bounds: tuple[float, float] | None = None,
     ) -> Chart:
         """``lines``: (name shown, metric)."""
         series = [
@@ -58,7 +57,6 @@ class _Steps:
             percent=percent,
             stacked=stacked,
             from_zero=from_zero,
-            bounds=bounds,
         )
 
 

@@ -4,15 +4,15 @@ import html
 from collections.abc import Sequence
 
 from megasao.observability.formats import count, duration, number, share
-from megasao.observability.record import RunRecord, version_label
-from megasao.observability.summary import Summary, table_rows
+from megasao.observability.record import RunRecord, accept_rates, version_label
+from megasao.observability.summary import Summary, reason_label, table_rows
 
 
 def results(record: RunRecord, summary: Summary) -> str:
     """The section with all tables."""
     return (
         '<section><h2>Results</h2><p class="note">Success on held-out problems, labelled with the weight version that '
-        f'produced the tokens.</p><div class="pair">{_before_after(summary)}{_excluded(summary)}</div>'
+        f'produced the tokens.</p><div class="pair">{_before_after(summary)}{_excluded(record, summary)}</div>'
         f"{_evaluations(record)}</section>"
     )
 
@@ -23,10 +23,12 @@ def _before_after(summary: Summary) -> str:
     return table("Before and after", ("", "weights", "after step", "greedy", "sampled, T = 1"), rows, strong=strong)
 
 
-def _excluded(summary: Summary) -> str:
-    rows = [(reason.replace("/", ": "), count(total)) for reason, total in summary.excluded.items()]
-    rows = [("trained on", count(summary.trajectories)), *(rows or [("excluded", "0")])]
-    return table("Trajectories", ("", "count"), rows)
+def _excluded(record: RunRecord, summary: Summary) -> str:
+    rows = [("trained on", count(summary.trajectories))]
+    rows += [(reason_label(reason), count(total)) for reason, total in summary.excluded.items()]
+    rows += [] if summary.excluded else [("dropped or failed", "0")]
+    rows += [(f"accept rate, {task}", share(rate)) for task, rate in accept_rates(record).items()]
+    return table("Trajectories", ("", "in the whole run"), rows)
 
 
 def _evaluations(record: RunRecord) -> str:
@@ -38,7 +40,7 @@ def _evaluations(record: RunRecord) -> str:
             share(row.get("success")),
             f"{count(row.get('solved'))} of {count(row.get('problems'))}",
             count(row.get("failures")),
-            count(row.get("truncated")),
+            share(row.get("truncated")),
             number(row.get("response_tokens"), 1),
             duration(row.get("seconds")),
         )

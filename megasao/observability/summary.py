@@ -122,6 +122,13 @@ def table_rows(summary: Summary, *, want_sampled: bool = True) -> list[tuple[str
     return rows
 
 
+def reason_label(reason: str) -> str:
+    """A counter's name in words: ``dropped/stale/sums`` is "dropped, stale (sums)"."""
+    kind, *rest = reason.split("/")
+    what = {"failures": "failed attempts", "given_up": "prompts given up", "refused": "refused rows"}.get(kind, kind)
+    return what + (f", {rest[0]}" if rest else "") + (f" ({'/'.join(rest[1:])})" if rest[1:] else "")
+
+
 def _row(what: str, points: dict[str, Point | None]) -> tuple[str, ...]:
     known = [point for point in points.values() if point is not None]
     versions = " / ".join(dict.fromkeys(point.version for point in known)) or MISSING
@@ -173,12 +180,12 @@ def _table(summary: Summary, *, want_sampled: bool) -> Table:
 
 def _lines(summary: Summary) -> list[str]:
     """What the table does not hold, one fact a line."""
-    excluded = ", ".join(f"{reason} {count(total)}" for reason, total in summary.excluded.items()) or "none"
+    excluded = ", ".join(f"{reason_label(why)} {count(n)}" for why, n in summary.excluded.items()) or "none lost"
     problems = {point.problems for mode in summary.modes.values() for point in mode.last}
     lines = [
         f"wall time     fine-tuning {duration(summary.fine_tuning_seconds)}, SAO {duration(summary.sao_seconds)} "
         f"({summary.steps} of {summary.total_steps} steps)",
-        f"trained on    {count(summary.trajectories)} trajectories; not trained on: {excluded}",
+        f"trained on    {count(summary.trajectories)} trajectories; {excluded}",
         f"staleness     mean {number(summary.lag_mean, 2)}, max {count(summary.lag_max)} versions when trained on",
     ]
     if problems:

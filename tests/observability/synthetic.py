@@ -115,9 +115,7 @@ def trainer_row(step: int, steps: int, rng: random.Random) -> dict[str, Any]:
         "throughput/rollout_tokens_per_s": rng.gauss(760, 40),
         "idle/trainer": wait / total,
         "idle/rollout": abs(rng.gauss(0.35, 0.05)),
-        "rollout/buffer_trajectories": rng.randint(40, 200),
-        "rollout/dropped/stale": step // 30,
-        "rollout/failures/timeout": step // 60,
+        **{f"rollout/{name}": value for name, value in counters(step, rng).items()},
     }
     if not warm:
         row |= {
@@ -135,8 +133,23 @@ def trainer_row(step: int, steps: int, rng: random.Random) -> dict[str, Any]:
     return row
 
 
+def counters(step: int, rng: random.Random) -> dict[str, float]:
+    """Gauges and totals of the controller."""
+    return {
+        "workers": 1,
+        "buffer": rng.randint(40, 200),
+        "buffer_bytes": 1e5,
+        "leases": 64,
+        "open_evaluations": 0,
+        "accepted/arithmetic-3": 64 * step,
+        "failures/timeout": step // 60,
+        "dropped/stale/arithmetic-3": step // 30,
+        "accept_rate/arithmetic-3": 1 - step // 30 / (64 * step + 1),
+    }
+
+
 def controller_row(second: int, rng: random.Random) -> dict[str, Any]:
-    return {"time": START + 60 + second, "step": second, "buffer/trajectories": rng.randint(40, 200), "leases": 64}
+    return {"time": START + 60 + second, "step": second, **counters(second, rng)}
 
 
 def evaluated(steps: int, done: int) -> list[int]:
@@ -157,7 +170,7 @@ def evaluation_rows(step: int, steps: int, rng: random.Random) -> list[dict[str,
                 "problems": 512,
                 "solved": round(success * (512 - failures)),
                 "success": round(success * (512 - failures)) / (512 - failures),
-                "truncated": 3,
+                "truncated": 0.006,
                 "response_tokens": 15.4,
                 "failures": failures,
                 "oldest_version": version(step - 1),
@@ -191,7 +204,7 @@ def example(step: int, index: int, steps: int, rng: random.Random) -> dict[str, 
     solved = rng.random() < skill(step, steps)
     rollout = [rng.choice([-0.01, -0.03, -0.2, -0.9, -1.8]) + rng.random() * 0.01 if action else 0.0 for action in mask]
     trained = [logp + rng.gauss(0, 0.12) if action else 0.0 for logp, action in zip(rollout, mask, strict=True)]
-    if index == 0 and step % 20 == 10:
+    if index == 0 and step % 20 == 0:
         trained[12] = rollout[12] - 1.9
     ratio = [math.exp(new - old) if action else None for new, old, action in zip(trained, rollout, mask, strict=True)]
     values = [
