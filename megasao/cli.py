@@ -81,9 +81,14 @@ def sft(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = F
 @app.command()
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
     """Write the run's report, one self-contained HTML page."""
+    from megasao.observability.record import load_record, require_metrics
     from megasao.observability.report import write_report
 
     directory, _ = _open_run(run)
+    try:
+        require_metrics(load_record(directory))
+    except ValueError as error:
+        raise UserError(str(error)) from error
     typer.echo(f"wrote {write_report(directory)}")
 
 
@@ -101,7 +106,7 @@ def controller(run: RunPath) -> None:
     """Role: the controller of a run (started by the launcher)."""
     from megasao.controller.main import run as run_controller
 
-    run_controller(*_open_run(run))
+    run_controller(*_begin_role(run))
 
 
 @app.command()
@@ -109,7 +114,7 @@ def rollout(
     run: RunPath, index: Annotated[int, typer.Option(min=0, help="Which of the run's rollout workers.")] = 0
 ) -> None:
     """Role: one rollout worker (started by the launcher)."""
-    directory, config = _open_run(run)
+    directory, config = _begin_role(run)
     if index >= config.rollout.workers:
         raise UserError(f"--index {index}: the run has rollout.workers = {config.rollout.workers}, counted from 0")
     from megasao.rollout.worker import run as run_worker
@@ -120,7 +125,7 @@ def rollout(
 @app.command()
 def trainer(run: RunPath, stage: Annotated[Stage, typer.Option(help="Fine-tuning or RL.")] = Stage.rl) -> None:
     """Role: one trainer rank (started by the launcher, torchrun or srun; the world is in the environment)."""
-    directory, config = _open_run(run)
+    directory, config = _begin_role(run)
     if stage is Stage.sft:
         from megasao.training.sft import run as run_sft
 
@@ -151,6 +156,14 @@ def _open_run(path: Path) -> "tuple[RunDirectory, Config]":
     return directory, load_config(directory.config)
 
 
+def _begin_role(path: Path) -> "tuple[RunDirectory, Config]":
+    """The run of a role, whose log lines go to standard error (the launcher keeps it in a file)."""
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return _open_run(path)
+
+
 def _launch(config_file: Path, overrides: list[str] | None, *, resume: bool, only_sft: bool) -> None:
     from megasao.launch.local import launch
     from megasao.launch.supervisor import RoleFailed
@@ -171,8 +184,10 @@ def _launch(config_file: Path, overrides: list[str] | None, *, resume: bool, onl
         raise typer.Exit(INTERRUPTED)
     if only_sft:
         typer.echo(f"fine-tuned checkpoint: {directory.sft}\ncontinue with: {again}")
-    else:
-        typer.echo(f"policy: {directory.final_policy}\nreport: megasao report {shlex.quote(str(directory.path))}")
+        return
+    from megasao.observability.report import write_report
+
+    typer.echo(f"policy: {directory.final_policy}\nreport: {write_report(directory)}")
 
 
 def _complain(message: str) -> None:

@@ -10,7 +10,7 @@ from megasao.config.model_check import check_model
 
 def preflight(config: Config, document: Document) -> bool:
     """Check everything at once; ConfigError with places from ``document``. False if the model is not there yet."""
-    problems = [*_environment(config), *_packages(config)]
+    problems = [*_environment(config), *_buffer(config), *_packages(config)]
     model_there = False
     try:
         model_there = check_model(config)
@@ -37,6 +37,17 @@ def _environment(config: Config) -> list[Problem]:
         if colon and path.startswith("environment."):
             return [Problem(path, reason)]
         return [Problem("environment.options", str(error))]
+    return []
+
+
+def _buffer(config: Config) -> list[Problem]:
+    """A batch that the buffer's bytes cannot hold."""
+    from megasao.controller.admission import Admission
+
+    try:
+        Admission.from_config(config)
+    except ValueError as error:
+        return [Problem("buffer.max_bytes", str(error).removeprefix("buffer.max_bytes = "))]
     return []
 
 

@@ -66,6 +66,7 @@ def test_a_user_error_is_one_clean_message_in_full_lines(tmp_path: Path) -> None
         (["check", str(LAPTOP), "environment.options.no_such=1"], "environment.options.no_such"),
         (["check", str(LAPTOP), "observability.wandb_project=x"], "wandb is not installed"),
         (["check", str(LAPTOP), "model.transformer_impl=transformer_engine"], "transformer_engine is not installed"),
+        (["check", str(LAPTOP), "buffer.max_bytes=1000"], "buffer.max_bytes: 1000 cannot hold one batch"),
         (["train", str(LAPTOP), "model.path=absent"], "no config.json"),
         (["controller", "--run", "absent"], "is not a run directory"),
         (["report", "absent"], "is not a run directory"),
@@ -97,6 +98,14 @@ def test_an_existing_run_is_refused_with_what_to_do(tmp_path: Path) -> None:
     result = megasao("train", LAPTOP, f"run.directory={tmp_path}", model(tmp_path / "model"))
     assert result.returncode == 2
     assert "--resume" in result.stderr
+
+
+def test_a_report_of_a_run_without_numbers_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(LAPTOP)))
+    result = megasao("report", tmp_path)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert str(tmp_path) in result.stderr
 
 
 def test_sft_without_a_section_is_refused(tmp_path: Path) -> None:
