@@ -27,7 +27,6 @@ class ParallelConfig(Section):
     pipeline: int = Field(1, ge=1, description="Pipeline parallel size (PP).")
     expert: int = Field(1, ge=1, description="Expert parallel size (EP).")
     expert_tensor: int = Field(1, ge=1, description="Tensor parallel size inside an expert (ETP).")
-    dispatcher: Literal["alltoall", "allgather"] = Field("alltoall", description="MoE token dispatcher.")
     timeout_s: float = Field(120.0, gt=0, description="Bound on every collective, seconds.")
 
     @model_validator(mode="after")

@@ -162,8 +162,6 @@ def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str
         "pipeline_model_parallel_size": parallel.pipeline,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
-        # Rows of different ranks differ in length; the allgather dispatcher cannot exchange such.
-        "moe_token_dispatcher_type": "alltoall",
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

@@ -1,0 +1,108 @@
+"""What test worlds run for the training step: JSON payload in, JSON out; tensors go to ``payload["out"]``."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megasao.config import Config
+from megasao.megatron import runtime
+from megasao.megatron.bridge import export_hf, export_tensors
+from megasao.megatron.models import MegatronModel
+from megasao.training.actor import Actor
+from megasao.training.batch import Batch, pack_trajectories
+from megasao.training.critic import Critic
+from megasao.training.step import sao_step
+from megasao.trajectories.schema import Trajectory
+
+Payload = dict[str, Any]
+
+
+def trajectory(number: int, generator: random.Random) -> Trajectory:
+    """Alternating observations and actions of random lengths; behaviour log-probs near those of a random model."""
+    tokens: list[int] = []
+    mask: list[bool] = []
+    for _ in range(generator.randint(1, 4)):
+        for is_action in (False, True):
+            count = generator.randint(1, 6)
+            tokens += [generator.randrange(32) for _ in range(count)]
+            mask += [is_action] * count
+    rewards = [0.0] * len(tokens)
+    rewards[-1] = float(generator.random() < 0.5)
+    return Trajectory(
+        trajectory_id=f"t{number}",
+        prompt_id=f"p{number}",
+        group_id=f"p{number}",
+        task="test",
+        tokens=tokens,
+        action_mask=mask,
+        rewards=rewards,
+        weight_versions=[(0, 0)],
+        turn_starts=[],
+        finish_reason="done",
+        rollout_logprobs=[generator.gauss(-3.5, 0.7) if action else 0.0 for action in mask],
+        temperature=generator.choice([1.0, 0.8]),
+    )
+
+
+def trajectories(step: int, count: int = 13) -> list[Trajectory]:
+    """The batch of a step, the same for every layout."""
+    generator = random.Random(step)
+    return [trajectory(number, generator) for number in range(count)]
+
+
+def sao_steps(payload: Payload) -> Any:
+    """Whole SAO steps under a layout: metrics of each; weights at the end and gradients of the last to files.
+
+    ``mutation`` = "local_denominator" divides by the rank's own action tokens, the mistake that the layouts must show.
+    """
+    config = sao_config(payload)
+    topology = runtime.set_layout(config.parallel, seed=1)
+    actor = Actor.build(Path(payload["path"]), config, topology)
+    critic = Critic.build(Path(payload["path"]), config, topology)
+    metrics = []
+    for step in range(payload["steps"]):
+        batch = pack_trajectories(
+            trajectories(step),
+            data_rank=topology.data_rank,
+            data_size=topology.data_size,
+            token_budget=payload.get("token_budget", 4096),
+        )
+        if payload.get("mutation") == "local_denominator":
+            batch = _local_denominator(batch)
+        result = sao_step(actor, critic, batch, step=step, config=config)
+        metrics.append({name: value for name, value in result.metrics.items() if not name.startswith("time/")})
+    for role, model in (("actor", actor.model), ("critic", critic.model)):
+        _write(payload, f"{role}-weights", export_hf(model))
+        _write(payload, f"{role}-gradients", _gradients(model))
+    return metrics
+
+
+def _local_denominator(batch: Batch) -> Batch:
+    local = sum(int(row.action_mask.sum()) for row in batch.rows)
+    return Batch(rows=batch.rows, action_tokens=local, sequences=batch.sequences, tokens=batch.tokens)
+
+
+def _gradients(model: MegatronModel) -> dict[str, torch.Tensor]:
+    return export_tensors(model, lambda local: local.parameter.main_grad if local.parameter.requires_grad else None)
+
+
+def _write(payload: Payload, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    if torch.distributed.get_rank() == 0:
+        save_file(tensors, Path(payload["out"]) / f"{name}.safetensors")
+
+
+def sao_config(payload: Payload) -> Config:
+    """Both roles train from the first step; ``settings`` override sections of the config."""
+    config = {
+        "run": {"name": "test"},
+        "model": {"path": payload["path"]},
+        "algorithm": {"objective": {"name": "dis", "eps_low": 0.8, "eps_high": 3.0}},
+        "actor": {"optimizer": {"lr": 1e-3}},
+        "critic": {"optimizer": {"lr": 2e-3}, "warmup_steps": 0, "head_bias": 0.5},
+        "loop": {"steps": 100, "batch_size": 13},
+        "parallel": {"ranks": 1},
+    }
+    return Config.model_validate({**config, **payload.get("settings", {})})
