@@ -40,7 +40,7 @@ p { margin: 0; }
 .tile b { display: block; font-size: 23px; font-weight: 650; letter-spacing: -.01em; line-height: 1.3; }
 .tile b { white-space: nowrap; }
 .tile b i { font-size: 17px; font-style: normal; font-weight: 400; color: var(--faint); }
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 390px), 1fr)); gap: 16px; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 310px), 1fr)); gap: 16px; }
 .pair {
   display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 16px;
   align-items: start;

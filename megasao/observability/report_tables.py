@@ -27,7 +27,7 @@ def _excluded(record: RunRecord, summary: Summary) -> str:
     rows = [("trained on", count(summary.trajectories))]
     rows += [(reason_label(reason), count(total)) for reason, total in summary.excluded.items()]
     rows += [] if summary.excluded else [("dropped or failed", "0")]
-    rows += [(f"accept rate, {task}", share(rate)) for task, rate in accept_rates(record).items()]
+    rows += [(f"accept rate, {task}", share(rate, 2)) for task, rate in accept_rates(record).items()]
     return table("Trajectories", ("", "in the whole run"), rows)
 
 
