@@ -37,6 +37,13 @@ def test_loss_and_gradient_by_definition() -> None:
     assert not torch.isclose(loss, error.square().mean(), rtol=1e-3), "observations must not count"
 
 
+def test_no_gradient_into_the_target() -> None:
+    inputs = batch()
+    values, returns = inputs["values"].requires_grad_(), inputs["returns"].requires_grad_()
+    value_loss(values, returns, inputs["action_mask"], denominator=1.0)[0].backward()
+    assert values.grad is not None and returns.grad is None
+
+
 def test_metrics_by_definition() -> None:
     inputs = batch()
     _, _, stats = run(inputs, 1.0)
