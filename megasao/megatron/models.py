@@ -149,8 +149,6 @@ def _moe_settings(hf_config: dict[str, Any], parallel: ParallelConfig) -> dict[s
         "moe_router_score_function": "softmax",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        # All-gather wants rows of one length on every rank; packed rows differ.
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": False,
     }
 
@@ -162,6 +160,8 @@ def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str
         "pipeline_model_parallel_size": parallel.pipeline,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
+        # Rows of different ranks differ in length; the allgather dispatcher cannot exchange such.
+        "moe_token_dispatcher_type": "alltoall",
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

@@ -55,14 +55,17 @@ def random_sequences(count: int, *, seed: int, low: int = 3, high: int = 40) -> 
 
 
 def make_config(path: Path, parallel: dict[str, Any] | None = None, **critic: Any) -> Any:
-    """A Config around the checkpoint at ``path``."""
+    """A Config around the checkpoint at ``path``.
+
+    Adam's epsilon is large, so that the sign of a gradient that is mere rounding does not decide an update.
+    """
     from megasao.config import Config
 
     return Config.model_validate(
         {
             "run": {"name": "test"},
             "model": {"path": str(path)},
-            "actor": {"optimizer": {"lr": 1e-3}},
+            "actor": {"optimizer": {"lr": 1e-3, "eps": 1e-4}},
             "critic": {"optimizer": {"lr": 1e-3}, **critic},
             "loop": {"steps": 100},
             "parallel": parallel or {"ranks": 1},

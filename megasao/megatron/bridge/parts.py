@@ -13,13 +13,21 @@ from megasao.megatron.bridge.table import Rule
 
 
 def merge(rule: Rule, parts: list[Tensor], hf_config: dict[str, Any]) -> Tensor:
-    """One Megatron tensor from the rule's HF tensors (whole, or all of one shard)."""
+    """One Megatron tensor from the rule's HF tensors (whole, or all of one shard).
+
+    Raises:
+        ValueError: the shapes do not fit together; the message names the tensors.
+    """
     if rule.kind == "direct":
         return parts[0]
-    if rule.kind == "gate_up":
-        return torch.cat(parts)
-    groups = parts[1].shape[0] // head_dim(hf_config)
-    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+    try:
+        if rule.kind == "gate_up":
+            return torch.cat(parts)
+        groups = parts[1].shape[0] // head_dim(hf_config)
+        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+    except RuntimeError as error:
+        shapes = ", ".join(f"{name} {tuple(part.shape)}" for name, part in zip(rule.hf, parts, strict=True))
+        raise ValueError(f"{shapes} do not fit together as {rule.kind}; the checkpoint is not of this model") from error
 
 
 def split(rule: Rule, tensor: Tensor, hf_config: dict[str, Any]) -> list[Tensor]:
