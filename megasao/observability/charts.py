@@ -161,7 +161,9 @@ def _scale(chart: Chart) -> Scale:
         from_zero = chart.from_zero or chart.stacked
         low = min(low, 0.0) if from_zero else low
         pad = 0.06 * (high - low) or abs(high) * 0.1 or 0.5
+        share = chart.percent and low >= 0 and high <= 1
         low, high = (low if from_zero and low >= 0 else low - pad), high + pad
+        low, high = (max(low, 0.0), min(high, 1.0)) if share else (low, high)
     return Scale(min(chart.x), max(chart.x), low, high, log)
 
 

@@ -75,6 +75,13 @@ def test_ticks_are_round() -> None:
     assert ticks(3, 3) == [3]
 
 
+@pytest.mark.parametrize("y", [0.0, 1.0, 0.5])
+def test_a_share_has_no_axis_outside_0_to_1(y: float) -> None:
+    labels = re.findall(r'text-anchor="end">([^<]*)<', render(chart([y, y], percent=True)))
+    assert len(labels) >= 2 and all(0 <= float(label.removesuffix(" %")) <= 100 for label in labels)
+    assert any(label.startswith("-") for label in re.findall(r'text-anchor="end">([^<]*)<', render(chart([0.0, 0.0]))))
+
+
 def test_long_series_are_means_of_equal_runs() -> None:
     y: list[float | None] = [float(i % 2) for i in range(2 * MAX_POINTS)]
     drawn = render(chart(y))
