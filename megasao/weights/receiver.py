@@ -11,7 +11,6 @@ Invariants, asserted by the tests:
 import asyncio
 import logging
 import time
-import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -24,7 +23,8 @@ from megasao.config.rollout import TransportConfig
 from megasao.transport.codec import MalformedMessage, decode, encode
 from megasao.transport.endpoints import connect_dealer
 from megasao.transport.keys import CurveKeys
-from megasao.weights.flat import bucket_count, check_manifest, unpack
+from megasao.weights.download import Download
+from megasao.weights.flat import unpack
 from megasao.weights.messages import (
     Announce,
     Bucket,
@@ -42,9 +42,6 @@ from megasao.weights.messages import (
 
 _log = logging.getLogger(__name__)
 
-_WINDOW = 4
-"""Buckets asked for ahead of the one that is awaited."""
-
 
 class WeightSink(Protocol):
     """What takes the weights; every ``Engine`` is one."""
@@ -57,44 +54,6 @@ class WeightSink(Protocol):
 
     async def discard_weights(self, version: int) -> None:
         """Forget a staged set."""
-
-
-class _Download:
-    """One version on its way in."""
-
-    def __init__(self, announce: Announce) -> None:
-        check_manifest(announce.tensors, announce.total_bytes, announce.bucket_bytes)
-        self.epoch, self.version, self.specs = announce.epoch, announce.version, announce.tensors
-        self.bucket_bytes = announce.bucket_bytes
-        self.buffer = torch.empty(announce.total_bytes, dtype=torch.uint8)
-        self.wanted = list(reversed(range(bucket_count(announce.total_bytes, announce.bucket_bytes))))
-        self.asked: set[int] = set()
-        self.progress_at = time.monotonic()
-        self.staged = False
-
-    @property
-    def complete(self) -> bool:
-        return not self.wanted and not self.asked
-
-    def next_buckets(self) -> list[int]:
-        """Buckets to ask for now."""
-        asking = [self.wanted.pop() for _ in range(min(len(self.wanted), _WINDOW - len(self.asked)))]
-        self.asked.update(asking)
-        return asking
-
-    def take(self, bucket: Bucket, payload: bytes) -> None:
-        """Store a bucket that was asked for. ValueError if it is damaged."""
-        if bucket.bucket not in self.asked:
-            return
-        start = bucket.bucket * self.bucket_bytes
-        place = self.buffer[start : start + self.bucket_bytes]
-        if len(payload) != len(place):
-            raise ValueError(f"bucket {bucket.bucket} has {len(payload)} bytes, expected {len(place)}")
-        if zlib.crc32(payload) != bucket.crc32:
-            raise ValueError(f"bucket {bucket.bucket} is damaged: its CRC-32 does not match")
-        place.numpy()[:] = memoryview(payload)
-        self.asked.discard(bucket.bucket)
-        self.progress_at = time.monotonic()
 
 
 class WeightReceiver:
@@ -120,7 +79,7 @@ class WeightReceiver:
         self._epoch: str | None = None
         self._version: int | None = None
         self._tensors: dict[str, torch.Tensor] = {}
-        self._download: _Download | None = None
+        self._download: Download | None = None
         self._changed = asyncio.Condition()
         self._heard_at: float | None = None
         self.quarantined: str | None = None
@@ -250,7 +209,7 @@ class WeightReceiver:
                 return
             await self._discard(self._download)
         try:
-            self._download = _Download(announce)
+            self._download = Download(announce)
         except ValueError as error:
             self._refuse(str(error))
             self.quarantined = str(error)
@@ -258,7 +217,7 @@ class WeightReceiver:
             return
         await self._go_on(self._download)
 
-    async def _on_bucket(self, download: _Download, bucket: Bucket, payload: bytes) -> None:
+    async def _on_bucket(self, download: Download, bucket: Bucket, payload: bytes) -> None:
         try:
             download.take(bucket, payload)
         except ValueError as error:
@@ -266,7 +225,7 @@ class WeightReceiver:
             return
         await self._go_on(download)
 
-    async def _go_on(self, download: _Download) -> None:
+    async def _go_on(self, download: Download) -> None:
         for bucket in download.next_buckets():
             await self._send(Fetch(download.epoch, download.version, bucket))
         if not download.complete or download.staged:
@@ -279,7 +238,7 @@ class WeightReceiver:
         download.staged = True
         await self._send(Ready(download.epoch, download.version))
 
-    async def _commit(self, download: _Download) -> None:
+    async def _commit(self, download: Download) -> None:
         reason = await self._on_engines("commit_weights", download.version)
         if reason is not None:
             await self._give_up(download, reason)
@@ -302,14 +261,14 @@ class WeightReceiver:
                 return f"engine {index} of {self._name}: {method}: {error}"
         return None
 
-    async def _give_up(self, download: _Download, reason: str) -> None:
+    async def _give_up(self, download: Download, reason: str) -> None:
         """Tell the publisher, forget the download; the next heartbeat starts again."""
         _log.warning("weights %d not taken: %s", download.version, reason)
         self.quarantined = reason
         await self._discard(download)
         await self._send(Failed(download.epoch, download.version, reason))
 
-    async def _discard(self, download: _Download) -> None:
+    async def _discard(self, download: Download) -> None:
         await self._on_engines("discard_weights", download.version)
         if self._download is download:
             self._download = None

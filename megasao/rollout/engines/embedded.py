@@ -25,7 +25,7 @@ import torch
 from megasao.config.rollout import EmbeddedEngineConfig
 from megasao.rollout.engines.base import Engine, EngineError, GenerateRequest, GenerateResult
 from megasao.rollout.engines.embedded_model import EmbeddedModel, ModelStep
-from megasao.rollout.engines.running import RunningRequest
+from megasao.rollout.engines.running import RunningRequest, check_request
 from megasao.rollout.engines.sampler import derive_seed
 from megasao.rollout.engines.slot_attention import StepRow
 from megasao.rollout.engines.slots import SlotTable
@@ -97,8 +97,12 @@ class EmbeddedEngine(Engine):
     # requests
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        self._check_alive()
-        self._check_request(request)
+        model = self._check_alive()
+        check_request(request, vocab_size=model.vocab_size, max_total_tokens=self._max_total)
+        if request.request_id in self._by_id:
+            raise ValueError(f"request {request.request_id!r} is already running; request ids must be unique")
+        if request.session_id in self._sessions:
+            raise ValueError(f"session {request.session_id!r} already has a running request; await it first")
         if len(self._waiting) >= self._max_queue:
             raise EngineError(f"the embedded engine's queue is full: {self._max_queue} requests wait")
         seed = request.sampling.seed
@@ -133,29 +137,6 @@ class EmbeddedEngine(Engine):
             raise self._failed()
         assert self._model is not None
         return self._model
-
-    def _check_request(self, request: GenerateRequest) -> None:
-        assert self._model is not None
-        ids, sampling, name = request.input_ids, request.sampling, f"request {request.request_id!r}"
-        if not len(ids):
-            raise ValueError(f"{name} has no input ids; give at least one")
-        if min(ids) < 0 or max(ids) >= self._model.vocab_size:
-            raise ValueError(f"{name} has ids outside 0..{self._model.vocab_size - 1}: {min(ids)}..{max(ids)}")
-        if sampling.max_new_tokens < 1:
-            raise ValueError(f"{name} has max_new_tokens = {sampling.max_new_tokens}; at least 1 is needed")
-        if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-            raise ValueError(f"{name} has temperature {sampling.temperature}; it must be finite and not negative")
-        if sampling.seed is not None and not isinstance(sampling.seed, int):
-            raise ValueError(f"{name} has seed {sampling.seed!r}; it must be an integer or None")
-        if len(ids) + sampling.max_new_tokens > self._max_total:
-            raise ValueError(
-                f"{name} needs {len(ids)} + {sampling.max_new_tokens} tokens, more than max_total_tokens = "
-                f"{self._max_total}; shorten max_new_tokens or end the episode"
-            )
-        if request.request_id in self._by_id:
-            raise ValueError(f"{name} is already running; request ids must be unique")
-        if request.session_id in self._sessions:
-            raise ValueError(f"{name}: session {request.session_id!r} already has a running request")
 
     # weights
 

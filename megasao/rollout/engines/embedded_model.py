@@ -43,12 +43,13 @@ class EmbeddedModel:
 
     def __init__(self, path: Path, *, slots: int, max_tokens: int) -> None:
         """ValueError if the checkpoint does not fit its model, or if the model cannot run on the slot cache."""
-        self.model = _load(path)
+        tensors = _read_checkpoint(path)
+        self.model = _load(path, tensors)
         self.layout = CheckpointLayout(self.model)
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
         self.cache = SlotCache(slots, max_tokens)
         self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
-        _check_loaded(self.layout, path)
+        _check_loaded(self.layout, tensors, path)
         self._check_forward()
 
     @torch.inference_mode()
@@ -115,13 +116,17 @@ class EmbeddedModel:
             )
 
 
-def _load(path: Path) -> Any:
-    if not (path / "config.json").is_file():
-        raise ValueError(f"{path} is not a Hugging Face checkpoint: it has no config.json")
+def _load(path: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
     register()
     with _loading:
         transformers_logging.disable_progress_bar()
         config = AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"):  # names and shapes only: transformers would fill what is missing at random
+            skeleton = AutoModelForCausalLM.from_config(config)
+        try:
+            CheckpointLayout(skeleton).check(tensors)
+        except ValueError as error:
+            raise ValueError(f"{path} is not a complete Hugging Face checkpoint: {error}") from None
         model = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -133,8 +138,8 @@ def _load(path: Path) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _check_loaded(layout: CheckpointLayout, path: Path) -> None:
-    expected = layout.assemble(_read_checkpoint(path))
+def _check_loaded(layout: CheckpointLayout, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    expected = layout.assemble(tensors)
     for name, live in layout.live.items():
         if not torch.equal(live, expected[name]):
             raise ValueError(
@@ -144,6 +149,8 @@ def _check_loaded(layout: CheckpointLayout, path: Path) -> None:
 
 
 def _read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} is not a Hugging Face checkpoint: it has no config.json")
     index = path / "model.safetensors.index.json"
     if index.is_file():
         files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

@@ -1,6 +1,7 @@
 """One request inside the embedded engine."""
 
 import asyncio
+import math
 import time
 from typing import Literal
 
@@ -84,3 +85,23 @@ class RunningRequest:
         """Give the caller the engine's failure."""
         if not self.future.done():
             self.future.set_exception(error)
+
+
+def check_request(request: GenerateRequest, *, vocab_size: int, max_total_tokens: int) -> None:
+    """ValueError for a request that can never work, saying which and why."""
+    ids, sampling, name = request.input_ids, request.sampling, f"request {request.request_id!r}"
+    if not len(ids):
+        raise ValueError(f"{name} has no input ids; give at least one")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise ValueError(f"{name} has ids outside 0..{vocab_size - 1}: {min(ids)}..{max(ids)}")
+    if sampling.max_new_tokens < 1:
+        raise ValueError(f"{name} has max_new_tokens = {sampling.max_new_tokens}; at least 1 is needed")
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise ValueError(f"{name} has temperature {sampling.temperature}; it must be finite and not negative")
+    if sampling.seed is not None and not isinstance(sampling.seed, int):
+        raise ValueError(f"{name} has seed {sampling.seed!r}; it must be an integer or None")
+    if len(ids) + sampling.max_new_tokens > max_total_tokens:
+        raise ValueError(
+            f"{name} needs {len(ids)} + {sampling.max_new_tokens} tokens, more than max_total_tokens = "
+            f"{max_total_tokens}; shorten max_new_tokens or end the episode"
+        )

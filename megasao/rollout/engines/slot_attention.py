@@ -44,6 +44,7 @@ class SlotCache:
             self._layers[index] = (key.new_zeros(*shape, *key.shape[1:]), value.new_zeros(*shape, *value.shape[1:]))
         return self._layers[index]
 
+    @torch.inference_mode()
     def clear(self, slot: int) -> None:
         """Zero a slot. Needed after non-finite values only: weight 0 times NaN would leak out of a masked position."""
         for key, value in self._layers.values():
