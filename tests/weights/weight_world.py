@@ -1,0 +1,138 @@
+"""Helpers of the live-weights tests: real sockets, a sink that records, and a wire that can be tampered with."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import torch
+import zmq
+
+from megasao.config.rollout import TransportConfig
+from megasao.weights.publisher import WeightPublisher
+from megasao.weights.receiver import WeightReceiver
+
+FAST = TransportConfig(heartbeat_s=0.05, weights_timeout_s=5.0, dead_after_s=4.0)
+BUCKET = 1000
+"""Smaller than a tensor, and no multiple of anything: tensors span buckets."""
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embed": torch.randn(32, 16, generator=generator),
+        "scale": torch.randn((), generator=generator),
+        "half": torch.randn(7, 3, generator=generator).bfloat16(),
+        "turned": torch.randn(16, 32, generator=generator).t(),
+        "empty": torch.zeros(0, 4),
+    }
+
+
+def equal(left: Mapping[str, torch.Tensor] | None, right: Mapping[str, torch.Tensor]) -> bool:
+    return (
+        left is not None
+        and left.keys() == right.keys()
+        and all(left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in right)
+    )
+
+
+class RecordingSink:
+    """An engine as far as weights go. ``log`` holds every call."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+        self.staged: dict[int, dict[str, torch.Tensor]] = {}
+        self.current: dict[str, torch.Tensor] | None = None
+        self.version: int | None = None
+
+    async def prepare_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
+        self.log.append(("prepare", version))
+        self.staged[version] = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    async def commit_weights(self, version: int) -> None:
+        self.log.append(("commit", version))
+        self.current, self.version = self.staged.pop(version), version
+
+    async def discard_weights(self, version: int) -> None:
+        self.log.append(("discard", version))
+        self.staged.pop(version, None)
+
+
+@asynccontextmanager
+async def receiving(
+    address: str, *sinks: RecordingSink, name: str = "rollout-0", config: TransportConfig = FAST, **options: Any
+) -> AsyncIterator[WeightReceiver]:
+    """A receiver that runs for the length of the block."""
+    receiver = WeightReceiver(address, *sinks, identity=name.encode(), config=config, **options)
+    task = asyncio.create_task(receiver.run())
+    try:
+        yield receiver
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def publisher(address: str, config: TransportConfig = FAST, **options: Any) -> WeightPublisher:
+    return WeightPublisher(address, config=config, bucket_bytes=BUCKET, **options)
+
+
+async def until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
+    """Wait, bounded."""
+    try:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"not within {seconds} s: {what}") from None
+
+
+async def connected(publisher: WeightPublisher, count: int) -> None:
+    """Until the publisher has heard ``count`` receivers."""
+    await until(lambda: len(publisher._seen) == count, f"{count} receivers at the publisher")
+
+
+class TamperedWire:
+    """Sits between one receiver and the publisher; ``change(frames)`` may alter or drop (None) what goes to it."""
+
+    def __init__(self, target: str, identity: bytes, change: Callable[[list[bytes]], list[bytes] | None]) -> None:
+        self.address = free_address()
+        self._context = zmq.Context()
+        self._near = self._context.socket(zmq.ROUTER)
+        self._near.bind(self.address)
+        self._far = self._context.socket(zmq.DEALER)
+        self._far.setsockopt(zmq.IDENTITY, identity)
+        self._far.connect(target)
+        self._change, self._stop = change, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._near, zmq.POLLIN)
+        poller.register(self._far, zmq.POLLIN)
+        peer = b""
+        while not self._stop.is_set():
+            events = dict(poller.poll(50))
+            if self._near in events:
+                peer, *frames = self._near.recv_multipart()
+                self._far.send_multipart(frames)
+            if self._far in events:
+                changed = self._change(self._far.recv_multipart())
+                if changed is not None:
+                    self._near.send_multipart([peer, *changed])
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(10)
+        self._near.close(linger=0)
+        self._far.close(linger=0)
+        self._context.term()
