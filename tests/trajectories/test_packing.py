@@ -73,6 +73,10 @@ def test_balance_rejects_dealing_in_the_order_of_arrival() -> None:
     assert max(by_arrival) - min(by_arrival) > BUDGET
 
 
+def test_the_dearest_row_of_a_round_goes_to_the_rank_with_the_least_so_far() -> None:
+    assert plan([90, 60, 55, 51], data_size=2, token_budget=BUDGET) == [[[0], [3]], [[1], [2]]]
+
+
 def test_cost_decides_the_balance() -> None:
     lengths = [60, 20, 20, 20]
     linear = plan(lengths, data_size=2, token_budget=BUDGET, cost=float)
