@@ -160,7 +160,8 @@ def _begin_role(path: Path) -> "tuple[RunDirectory, Config]":
     """The run of a role, whose log lines go to standard error (the launcher keeps it in a file)."""
     import logging
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("megasao").setLevel(logging.INFO)
     return _open_run(path)
 
 
