@@ -17,6 +17,9 @@ from megasao.environments.base import DemonstrationTurn, StepResult
 PATIENCE = 4
 """Most times that a good call is sent before the demonstrator goes on regardless."""
 
+EASY = 2
+"""Operations of a problem that looks easy enough to answer early."""
+
 Operation = tuple[int, str, int, int]
 
 
@@ -38,7 +41,7 @@ def demonstrate(
     """The demonstrator's turns and the tool's answers; ``respond`` plays the environment."""
     turns: list[DemonstrationTurn] = []
     plan = arithmetic.reductions(expression)
-    early = len(plan) > 2 and generator.random() < habits.answers_early
+    early = len(plan) == EASY and generator.random() < habits.answers_early
     if generator.random() < habits.two_operations_in_one_call:
         _say(f"<call>{_two_operations(expression)}</call>", turns, respond)
     if generator.random() < habits.ignores_precedence:

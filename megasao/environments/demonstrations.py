@@ -31,7 +31,7 @@ def demonstration_trajectories(
         index += 1
         if len(demonstration.tokens) <= max_tokens:
             found.append(demonstration)
-        elif index - len(found) > max(16, index // 2):
+        elif index - len(found) > max(64, index // 2):
             raise ValueError(
                 f"environment.max_tokens = {max_tokens}: {index - len(found)} of {index} demonstrations of "
                 f"{environment.name!r} are longer; raise environment.max_tokens"

@@ -4,7 +4,8 @@ Invariants:
 - a finished episode's result is kept until the controller acknowledges it, over any number of reconnections;
 - a failure of engine, environment or time is reported as a ``Failure`` with its reason, never as a reward;
 - no lease is asked for before the trainer's weights have arrived once, nor while the engine has missed a version;
-- an error in any background task ends the process within one tick; it never goes on half alive.
+- an error in any background task, or an engine that only fails, ends the service within one tick; it never goes
+  on half alive.
 """
 
 import asyncio
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.02
 """Finished episodes within one tick travel in one Arrow batch."""
 
+MAX_ENGINE_ERRORS = 8
+"""Engine errors in a row, with no episode finished between them, after which the engine counts as dead."""
+
 
 class RolloutService:
     """The protocol with the controller, and the episodes in flight. Engines are started and closed by the caller."""
@@ -63,13 +67,14 @@ class RolloutService:
         self._episodes: dict[str, asyncio.Task[None]] = {}
         self._finished: list[Trajectory] = []
         self._stopped: str | None = None
+        self._engine_errors: list[Exception] = []
         self._started = time.monotonic()
         self._last_heartbeat = -float("inf")
         self._last_credit: Credit | None = None
         self._counts = {"episodes": 0.0, "evaluations": 0.0, "failures": 0.0}
 
     async def run(self) -> str:
-        """Serve until the controller says stop; its reason. ControllerSilent if it does not answer in time."""
+        """Serve until the controller says stop; its reason. ControllerSilent, or EngineError for a dead engine."""
         receiving = asyncio.create_task(self._receive())
         try:
             while self._stopped is None:
@@ -152,8 +157,11 @@ class RolloutService:
         """An episode that fails is reported with its reason; the worker goes on."""
         try:
             await play(lease)
+            self._engine_errors.clear()
         except Exception as error:
             reason = failure_reason(error)
+            if reason == "engine_error":
+                self._engine_errors.append(error)
             log = logger.exception if reason == "internal_error" else logger.warning
             log("episode %s of %s failed: %s: %s", lease.lease_id, lease.prompt_id, reason, error)
             self._fail(lease.lease_id, reason, error)
@@ -166,6 +174,8 @@ class RolloutService:
     # what is sent, once a tick
 
     async def _tick(self) -> None:
+        if len(self._engine_errors) >= MAX_ENGINE_ERRORS:
+            raise EngineError(f"{MAX_ENGINE_ERRORS} engine errors in a row, the last: {self._engine_errors[-1]}")
         active = [*self._episodes, *(t.trajectory_id for t in self._finished), *self._link.outbox.lease_ids()]
         await self._link.keep_alive(active)
         if self._finished:

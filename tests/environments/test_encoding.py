@@ -102,7 +102,7 @@ def test_demonstrations_mask_actions_only_and_stay_short(codec):
 
 def test_too_long_demonstrations_are_passed_over_or_refused(codec):
     environment = CalculatorEnvironment()
-    short = demonstration_trajectories(environment, codec, 50, 7, max_tokens=35)
-    assert max(len(tokens) for tokens, _ in short) <= 35
+    short = demonstration_trajectories(environment, codec, 50, 7, max_tokens=40)
+    assert max(len(tokens) for tokens, _ in short) <= 40
     with pytest.raises(ValueError, match=r"environment.max_tokens = 12.*raise environment.max_tokens"):
         demonstration_trajectories(environment, codec, 50, 7, max_tokens=12)

@@ -157,6 +157,33 @@ def test_failures_are_reported_by_reason_and_the_worker_goes_on(codec, error, re
         assert not any(isinstance(m, Trajectories) for m in b.peer.seen)
 
 
+def test_a_dead_engine_ends_the_worker_and_a_few_errors_do_not(codec):
+    errors = 0
+
+    def script(engine, request):
+        nonlocal errors
+        errors += 1
+        # Seven in a row, then one success, then only errors.
+        if errors == 8:
+            ids = codec.encode("<answer>3</answer>")
+            return GenerateResult(ids, [-0.5] * 3, [(0, 0)], "stop")
+        return EngineError("the device is gone")
+
+    @scenario(codec, script, settings=config(rollout={"concurrency": 1}))
+    async def _(b):
+        for number in range(8):
+            await b.peer.grant(lease(f"a{number}"))
+            message = await b.peer.receive(Failure, Trajectories)
+            await b.peer.send(Ack(message[0].seq if isinstance(message, tuple) else message.seq))
+        assert not b.task.done()
+        for number in range(8):
+            await b.peer.grant(lease(f"b{number}"))
+            if number < 7:
+                await b.peer.send(Ack((await b.peer.receive(Failure)).seq))
+        with pytest.raises(EngineError, match="8 engine errors in a row, the last: the device is gone"):
+            await asyncio.wait_for(b.task, 20)
+
+
 def test_an_episode_that_does_not_end_is_a_failure(codec):
     @scenario(codec, lambda engine, request: None, settings=config(environment={"episode_timeout_s": 0.2}))
     async def _(b):
