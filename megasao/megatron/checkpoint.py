@@ -13,7 +13,8 @@ The caller makes the directory appear atomically together with everything else t
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +27,27 @@ from megasao.megatron.bridge.load import TensorFiles, assign
 from megasao.megatron.bridge.local import LocalParameter, local_parameters
 from megasao.megatron.bridge.parts import merge
 from megasao.megatron.models import MegatronModel
-from megasao.megatron.optimizer import Optimizer
+from megasao.megatron.optimizer import MOMENTS, Optimizer
+from megasao.megatron.runtime import compute_device
 
 FORMAT = "megasao-model-1"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save_model(model: MegatronModel, optimizer: Optimizer, directory: Path) -> None:
-    """Write weights and Adam state into ``directory`` (made if absent). Collective; complete on return."""
-    state = optimizer.adam_state()
+    """Write weights and Adam state into ``directory`` (made if absent). Collective; complete on return.
+
+    Under bfloat16 the weights are the optimizer's fp32 copies.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = dict(_local_tensors(model, state))
+    tensors = dict(_local_tensors(model, optimizer))
     part = directory / _part_name(distributed.get_rank())
     if tensors:
         save_file(tensors, part)
         sync(part)
-    parts = [name for name in _gather_names(part.name if tensors else "") if name]
+    writers, updates = _gather(bool(tensors)), max(_gather(optimizer.updates()))
     if distributed.get_rank() == 0:
-        steps = {str(_step(values)) for values in state.values()}
-        assert len(steps) <= 1, f"Adam counts differ between parameters: {steps}"
-        manifest = {
-            "format": FORMAT,
-            "role": model.role,
-            "adam_step": int(steps.pop()) if steps else 0,
-            "parts": parts,
-        }
+        parts = [_part_name(rank) for rank, wrote in enumerate(writers) if wrote]
+        manifest = {"format": FORMAT, "role": model.role, "updates": updates, "parts": parts}
         target = directory / "manifest.json"
         target.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         sync(target)
@@ -65,24 +62,29 @@ def load_model(model: MegatronModel, optimizer: Optimizer, directory: Path) -> N
         ValueError: the checkpoint is incomplete, of another role, or of another model.
     """
     manifest = _read_manifest(directory, model)
-    trained = {id(parameter) for group in optimizer.megatron.param_groups for parameter in group["params"]}
     with TensorFiles(directory / name for name in manifest["parts"]) as files:
         for local in local_parameters(model):
-            assign(local.parameter, _read(files, "weight", local, model, directory), local.rule)
-            if manifest["adam_step"] and id(local.parameter) in trained:
+            weight = _read(files, "weight", local, model, directory)
+            assign(optimizer.main(local.parameter), weight, local.rule)
+            assign(local.parameter, weight, local.rule)
+            if manifest["updates"] and local.parameter.requires_grad:
                 moments = {name: _read(files, name, local, model, directory) for name in MOMENTS}
-                _restore(optimizer, local.parameter, moments, manifest["adam_step"])
+                optimizer.restore(local.parameter, moments, manifest["updates"])
 
 
-def _local_tensors(
-    model: MegatronModel, state: dict[torch.nn.Parameter, dict[str, Any]]
-) -> Iterator[tuple[str, Tensor]]:
-    kinds: dict[str, Any] = {"weight": lambda local: local.parameter}
+def _local_tensors(model: MegatronModel, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    kinds: dict[str, Callable[[LocalParameter], Tensor | None]] = {
+        "weight": lambda local: optimizer.main(local.parameter)
+    }
     for moment in MOMENTS:
-        kinds[moment] = lambda local, moment=moment: state.get(local.parameter, {}).get(moment)
+        kinds[moment] = partial(_moment, optimizer, moment)
     for kind, of in kinds.items():
         for name, tensor in local_hf_tensors(model, of):
             yield f"{kind}:{name}", tensor.cpu().clone()
+
+
+def _moment(optimizer: Optimizer, name: str, local: LocalParameter) -> Tensor | None:
+    return optimizer.moments(local.parameter).get(name)
 
 
 def _read(files: TensorFiles, kind: str, local: LocalParameter, model: MegatronModel, directory: Path) -> Tensor:
@@ -92,21 +94,6 @@ def _read(files: TensorFiles, kind: str, local: LocalParameter, model: MegatronM
         raise ValueError(f"{directory} lacks the tensor {absent[0]}; it is a checkpoint of another model")
     parts = [files.read(name, local.rule.shard, local.shard, local.shards) for name in names]
     return merge(local.rule, parts, model.hf_config)
-
-
-def _restore(optimizer: Optimizer, parameter: torch.nn.Parameter, moments: dict[str, Tensor], step: int) -> None:
-    for part in optimizer.megatron.chained_optimizers:
-        if part.optimizer is not None and any(
-            parameter is candidate for group in part.optimizer.param_groups for candidate in group["params"]
-        ):
-            part.optimizer.state[parameter] = {
-                "step": torch.tensor(float(step)),
-                **{name: value.to(parameter.device) for name, value in moments.items()},
-            }
-
-
-def _step(values: dict[str, Any]) -> int:
-    return int(values["step"])
 
 
 def _read_manifest(directory: Path, model: MegatronModel) -> dict[str, Any]:
@@ -125,12 +112,12 @@ def _read_manifest(directory: Path, model: MegatronModel) -> dict[str, Any]:
 
 
 def _part_name(rank: int) -> str:
-    return f"part-{rank:05d}.safetensors" if rank >= 0 else ""
+    return f"part-{rank:05d}.safetensors"
 
 
-def _gather_names(name: str) -> list[str]:
-    """Each rank's part name ("" for none), on every rank."""
-    rank = torch.tensor([distributed.get_rank() if name else -1], dtype=torch.int64)
-    ranks = [torch.empty_like(rank) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(ranks, rank)
-    return [_part_name(int(value)) for value in ranks]
+def _gather(value: int) -> list[int]:
+    """Each rank's value, on every rank."""
+    mine = torch.tensor([value], dtype=torch.int64, device=compute_device())
+    values = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(values, mine)
+    return [int(each) for each in values]

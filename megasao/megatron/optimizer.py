@@ -16,6 +16,8 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megasao.config.training import OptimizerConfig
 from megasao.megatron.models import MegatronModel
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -50,14 +52,42 @@ class Optimizer:
             raise RuntimeError(f"the {self.model.role}'s gradient norm is {norm}; no update was made")
         return norm
 
-    def adam_state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
-        """Adam's state (exp_avg, exp_avg_sq, step) of each parameter that has been updated."""
-        return {
-            parameter: state
-            for part in self.megatron.chained_optimizers
-            if part.optimizer is not None
-            for parameter, state in part.optimizer.state.items()
-        }
+    def main(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """What Adam updates for a model parameter: its fp32 copy under bfloat16, else itself."""
+        return getattr(parameter, "main_param", parameter)
+
+    def moments(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """Adam's ``exp_avg`` and ``exp_avg_sq`` of a model parameter; {} before its first update, or if frozen."""
+        state = self._inner_of(parameter).state.get(self.main(parameter), {}) if parameter.requires_grad else {}
+        return {name: state[name] for name in MOMENTS if name in state}
+
+    def restore(self, parameter: torch.nn.Parameter, moments: dict[str, torch.Tensor], step: int) -> None:
+        """Set Adam's state of a trainable parameter."""
+        inner, main = self._inner_of(parameter), self.main(parameter)
+        inner.state[main] = {name: value.to(main.device, torch.float32) for name, value in moments.items()}
+        if isinstance(inner, torch.optim.Adam):
+            inner.state[main]["step"] = torch.tensor(float(step))
+        else:  # TransformerEngine's and Apex's count per group
+            for group in inner.param_groups:
+                group["step"] = step
+
+    def updates(self) -> int:
+        """Updates that Adam has made so far: the count that its bias correction uses."""
+        inner = self._inner_optimizers()
+        counts = {int(state["step"]) for part in inner for state in part.state.values() if "step" in state}
+        counts |= {int(group["step"]) for part in inner for group in part.param_groups if "step" in group}
+        assert len(counts) <= 1, f"Adam counts differ between parameters: {counts}"
+        return counts.pop() if counts else 0
+
+    def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [part.optimizer for part in self.megatron.chained_optimizers if part.optimizer is not None]
+
+    def _inner_of(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+        main = self.main(parameter)
+        for inner in self._inner_optimizers():
+            if any(main is candidate for group in inner.param_groups for candidate in group["params"]):
+                return inner
+        raise AssertionError("a trainable parameter is in no optimizer")
 
 
 def build_optimizer(model: MegatronModel, config: OptimizerConfig) -> Optimizer:

@@ -57,15 +57,16 @@ def forward_backward(model: MegatronModel, rows: list[Row], loss_fn: LossFunctio
 
     Args:
         rows: equally many on every rank; ranks of one data-parallel index pass the same rows.
-        loss_fn: ``loss_fn(index, outputs [T]) -> (loss, stats)`` for row ``index``: the loss is 0-d, already divided
-            by the GLOBAL denominator; stats are 0-d tensors, the same keys for each row. Called on the last stage only.
+        loss_fn: ``loss_fn(index, outputs [T]) -> (loss, stats)`` for row ``index``, outputs on the row's device: the
+            loss is 0-d, already divided by the GLOBAL denominator; stats are 0-d tensors, the same keys for each row.
+            Called on the last stage only.
 
     Returns:
         The stats of each row, detached, on every pipeline stage.
     """
 
     def loss_and_stats(role: Role, batch: _Batch, raw: Tensor) -> tuple[Tensor, Tensor, Stats]:
-        outputs = _outputs(role, batch, raw)[: batch.length]
+        outputs = _outputs(role, batch, raw)[: batch.length].to(rows[batch.index].tokens.device)
         loss, stats = loss_fn(batch.index, outputs)
         if not loss.requires_grad:
             # A row without trained tokens still runs its backward pass: other ranks wait in the collectives there.

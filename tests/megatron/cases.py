@@ -13,9 +13,9 @@ from torch import Tensor
 from megasao.config import Config
 from megasao.megatron import runtime
 from megasao.megatron.bridge import export_hf, export_tensors, load_hf, save_hf
-from megasao.megatron.checkpoint import MOMENTS, load_model, save_model
+from megasao.megatron.checkpoint import load_model, save_model
 from megasao.megatron.models import MegatronModel, build_model
-from megasao.megatron.optimizer import Optimizer, build_optimizer
+from megasao.megatron.optimizer import MOMENTS, Optimizer, build_optimizer
 from megasao.megatron.rows import Row
 from megasao.megatron.runtime import Topology
 from megasao.megatron.step import LossFunction, forward_backward, forward_only
@@ -30,6 +30,18 @@ def outputs(payload: Payload) -> Any:
     model = build_model(payload.get("role", "actor"), Path(payload["path"]), config)
     row = Row.from_sequences(payload["sequences"], payload["temperatures"])
     return [output.tolist() for output in forward_only(model, [row])]
+
+
+def values_with_open_head(payload: Payload) -> Any:
+    """A critic's values with head weight 1/64, for two temperatures."""
+    config, _ = _start(payload)
+    model = build_model("critic", Path(payload["path"]), config)
+    for module in model.modules:
+        if module.post_process:
+            with torch.no_grad():
+                module.output_layer.weight.fill_(1 / 64)
+    rows = [Row.from_sequences(payload["sequences"], [t] * len(payload["sequences"])) for t in (1.0, 0.5)]
+    return [output.tolist() for output in forward_only(model, rows)]
 
 
 def train(payload: Payload) -> Any:
@@ -208,7 +220,9 @@ def wait_forever(payload: Payload) -> Any:
 
 
 def _start(payload: Payload) -> tuple[Config, Topology]:
-    config: Config = make_config(Path(payload["path"]), payload.get("parallel"), **payload.get("critic", {}))
+    config: Config = make_config(
+        Path(payload["path"]), payload.get("parallel"), payload.get("dtype", "float32"), **payload.get("critic", {})
+    )
     return config, runtime.set_layout(config.parallel, seed=1)
 
 
@@ -253,14 +267,18 @@ def _gradient(local: Any) -> Tensor | None:
 
 
 def _whole_state(model: MegatronModel, optimizer: Optimizer) -> dict[str, Tensor]:
-    state = optimizer.adam_state()
-    whole = {f"weight:{name}": tensor for name, tensor in export_hf(model).items()}
+    """Weights (those that Adam updates) and Adam's state, whole, on rank 0."""
+    whole = {f"weight:{name}": tensor for name, tensor in export_tensors(model, _main(optimizer)).items()}
     for moment in MOMENTS:
-        tensors = export_tensors(model, lambda local, moment=moment: state.get(local.parameter, {}).get(moment))
+        tensors = export_tensors(model, lambda local, moment=moment: optimizer.moments(local.parameter).get(moment))
         whole.update({f"{moment}:{name}": tensor for name, tensor in tensors.items()})
     if torch.distributed.get_rank() == 0:
-        whole["steps"] = torch.tensor(sorted({float(values["step"]) for values in state.values()}))
+        whole["updates"] = torch.tensor(optimizer.updates())
     return whole
+
+
+def _main(optimizer: Optimizer) -> Any:
+    return lambda local: optimizer.main(local.parameter)
 
 
 def _swap_experts(model: MegatronModel) -> None:

@@ -99,7 +99,7 @@ def _nearest(name: str, candidates: Iterable[str]) -> str:
     return f" (nearest: {close[0]})" if close else ""
 
 
-def assign(parameter: torch.nn.Parameter, value: Tensor, rule: Rule) -> None:
+def assign(parameter: Tensor, value: Tensor, rule: Rule) -> None:
     """Copy ``value`` into ``parameter``; shapes must agree."""
     if parameter.shape != value.shape:
         raise ValueError(
