@@ -23,6 +23,7 @@ from megasao.trajectories.schema import (
 NAN, INF = math.nan, math.inf
 
 
+@settings(deadline=None)
 @given(st.lists(trajectories(), max_size=4))
 def test_round_trip(rows):
     batch = to_batch(rows)
@@ -32,7 +33,7 @@ def test_round_trip(rows):
     assert from_batch(from_ipc(to_ipc(batch))) == rows
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(trajectories(), min_size=2, max_size=5), st.data())
 def test_slices_and_selections_keep_rows_apart(rows, data):
     batch = from_ipc(to_ipc(to_batch(rows)))

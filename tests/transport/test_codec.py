@@ -6,7 +6,7 @@ from typing import get_args
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasao.transport import codec
@@ -58,6 +58,7 @@ def test_nested_structs_survive_the_wire():
     assert decode(encode(Leases([LEASE])), ToWorker)[0].leases == [LEASE]
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=200), max_size=4))
 def test_random_bytes_never_raise_anything_else(frames):
     try:
@@ -68,6 +69,7 @@ def test_random_bytes_never_raise_anything_else(frames):
         assert isinstance(message, get_args(FromWorker))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_damaged_messages_never_raise_anything_else(data):
     head = bytearray(encode(Heartbeat({"tokens": 1.0, "busy": 2.0}))[0])
