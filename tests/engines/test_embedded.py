@@ -252,3 +252,18 @@ def test_unseeded_requests_depend_on_the_engine_seed_and_their_id(narrow: Embedd
 
     first, same, other = narrow.run(body)
     assert first == same != other
+
+
+def test_two_engines_of_one_process_start_together(checkpoint: Path) -> None:
+    async def body() -> list[list[int]]:
+        engines = [
+            EmbeddedEngine(checkpoint, EmbeddedEngineConfig(slots=2), max_total_tokens=MAX_TOTAL, seed=0)
+            for _ in range(2)
+        ]
+        await asyncio.gather(*(engine.start() for engine in engines))
+        results = await asyncio.gather(*(engine.generate(make_request(prompt(1), seed=3)) for engine in engines))
+        await asyncio.gather(*(engine.close() for engine in engines))
+        return [result.output_ids for result in results]
+
+    first, second = asyncio.run(body())
+    assert first == second
