@@ -10,6 +10,7 @@ Each section says which assumption of Megatron-Core it answers.
 """
 
 import contextlib
+import importlib.util
 import sys
 import types
 import warnings
@@ -40,6 +41,7 @@ def install() -> None:
     _replace_device_queries()
     _replace_tensor_methods()
     _replace_streams()
+    _replace_triton_kernels()
     _import_without_compiler()
     _replace_host_copies()
     _replace_random_state()
@@ -110,6 +112,18 @@ def _replace_host_copies() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+# --- Triton -----------------------------------------------------------------------------------------------------------
+
+
+def _replace_triton_kernels() -> None:
+    """Megatron-Core 0.19 imports one module of Triton kernels unasked; torch's CPU builds come without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        kernels = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+        kernels.GLOBAL_BLOCK_SIZE = 1024  # type: ignore[attr-defined]
+        kernels.paged_stash_copy_kernel = kernels.paged_stash_pop_kernel = None  # type: ignore[attr-defined]
+        sys.modules[kernels.__name__] = kernels
 
 
 # --- compilation ------------------------------------------------------------------------------------------------------
