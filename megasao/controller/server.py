@@ -245,6 +245,7 @@ class ControllerServer:
         if len(queue) > MAX_QUEUED_ANSWERS:
             logger.warning("%r does not read its answers; given up", peer)
             del self._queues[peer]
+            self.state.lose(peer)
 
     def _flush(self) -> None:
         for peer in list(self._queues):

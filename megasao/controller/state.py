@@ -2,7 +2,7 @@
 
 Invariants:
 - what a decision needs to be durable is in ``take_records``, to be written before any answer of it leaves;
-- before the trainer's first request with a version, no training lease is given;
+- before the trainer's first batch request no training lease is given;
 - sync mode: training leases exist only for a step that the trainer waits for, exactly as many as it still needs;
 - a trajectory is accepted once per prompt, whoever sends it and however late.
 """
@@ -44,7 +44,7 @@ class ControllerState:
         self.config = config
         self.generation = 1 + sum(isinstance(record, Started) for record in records)
         self.version: int | None = None
-        """The newest weights that the trainer has reported; None before its first request."""
+        """The weights that the trainer has reported last; None before its first request."""
         self.workers = WorkerBook(config.transport.dead_after_s)
         self.leases = LeaseBook(self.generation)
         self.prompts = PromptSource(config.buffer.max_attempts)
@@ -58,6 +58,7 @@ class ControllerState:
         self.counters: dict[str, float] = {}
         self._environment = environment
         self._wall_clock = wall_clock
+        self._training = False
         self._wanted: int | None = None
         self._records: list[Record] = [Started(self.generation)]
         self._recalled: dict[bytes, list[str]] = {}
@@ -119,6 +120,14 @@ class ControllerState:
         worker.last_heard, worker.free, worker.weight_version = now, max(0, free), weight_version
         return known
 
+    def lose(self, peer: bytes) -> None:
+        """A peer no longer takes part; if it was a worker, its leases come back."""
+        if peer in self.workers:
+            self.workers.remove(peer)
+            self.count("workers_lost")
+        for held in self.leases.of_peer(peer):
+            self._end(held.lease_id, "returned/lost_worker")
+
     def failed(self, lease_id: str, reason: str) -> None:
         """An attempt failed for a reason outside the policy. Unknown leases change nothing."""
         held = self.leases.release(lease_id)
@@ -167,6 +176,7 @@ class ControllerState:
     def request_batch(self, step: int, version: int, now: float) -> Manifest | Waiting:
         """The batch of ``step`` for weights ``version``, or how far it is. ValueError: a step that cannot be had."""
         chosen = self.batches.request(step, version, self._records)
+        self._training = True
         self._reached(version, went_back=self.version is not None and version < self.version)
         if chosen is None:
             self._wanted = step
@@ -203,10 +213,8 @@ class ControllerState:
 
     def tick(self, now: float) -> None:
         """Take back the leases of silent workers, and those whose time is over."""
-        for worker in self.workers.remove_silent(now):
-            self.count("workers_lost")
-            for held in self.leases.of_peer(worker.peer):
-                self._end(held.lease_id, "returned/silent_worker")
+        for peer in self.workers.silent(now):
+            self.lose(peer)
         for held in self.leases.expire(now):
             self._fail(held.key, "lease_timeout")
 
@@ -230,7 +238,7 @@ class ControllerState:
 
     def training_room(self) -> int:
         """How many more training leases may be given now."""
-        if self.version is None:
+        if not self._training:
             return 0
         waiting, leased = len(self.batches.buffer), self.leases.training
         room = self.admission.room(waiting=waiting, waiting_bytes=self.batches.buffer.nbytes, leased=leased)

@@ -67,12 +67,9 @@ class WorkerBook:
             worker.stats = dict(list(clean.items())[:MAX_STATS])
             self._rates.update(peer, worker.stats, now)
 
-    def remove_silent(self, now: float) -> list[Worker]:
-        """Forget and return the workers that have been silent too long."""
-        silent = [worker for worker in self._workers.values() if now - worker.last_heard > self._dead_after_s]
-        for worker in silent:
-            self.remove(worker.peer)
-        return silent
+    def silent(self, now: float) -> list[bytes]:
+        """Identities of the workers that have been silent too long."""
+        return [peer for peer, worker in self._workers.items() if now - worker.last_heard > self._dead_after_s]
 
     def remove(self, peer: bytes) -> None:
         """Forget a worker."""

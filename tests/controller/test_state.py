@@ -1,0 +1,456 @@
+"""What the controller decides, without sockets: admission, leases, barriers, evaluations, recovery."""
+
+import pytest
+from controller_support import deliver, granted, make_config, make_state, result_of, trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasao.controller.admission import Admission
+from megasao.controller.leases import Key, make_lease_id, parse_lease_id
+from megasao.controller.prompts import IndexSet
+from megasao.trajectories.buffer import summarise
+from megasao.trajectories.ledger import Batch, GaveUp, Started
+from megasao.trajectories.schema import to_batch
+from megasao.transport.messages import Manifest, Waiting
+
+A, B = b"a", b"b"
+ONE = {"rollout": {"concurrency": 1}}
+"""One lease at a time."""
+
+
+def ready(config=None, *, free: int = 16, peers=(A,), **changes):
+    """A state whose trainer has asked for its first batch, and whose workers have room."""
+    state = make_state(config or make_config(), **changes)
+    for peer in peers:
+        state.hello(peer, peer.decode(), [], 0.0)
+        state.credit(peer, free, 0, 0.0)
+    state.request_batch(state.batches.next_step, 0, 0.0)
+    return state
+
+
+# admission
+
+
+def test_no_lease_before_the_trainer_has_spoken():
+    state = make_state(make_config())
+    state.credit(A, 16, 0, 0.0)
+    assert granted(state, 0.0) == []
+    state.request_batch(0, 0, 0.0)
+    assert len(granted(state, 0.0)) == 12
+
+
+def test_a_full_buffer_gives_no_leases_and_drops_nothing():
+    state = ready(make_config(loop={"batch_size": 4, "max_lag": 2}))
+    leases = granted(state, 0.0)
+    assert len(leases) == 12
+    for lease in leases:
+        assert deliver(state, lease) is None
+    state.credit(A, 16, 0, 1.0)
+    assert granted(state, 1.0) == []
+    assert len(state.batches.buffer) == 12 and not state.batches.dropped
+    assert isinstance(state.request_batch(0, 0, 1.0), Manifest)
+    assert len(granted(state, 1.0)) == 4
+
+
+def test_bytes_bound_the_buffer_with_each_lease_at_its_worst_case():
+    config = make_config(loop={"batch_size": 2, "max_lag": 9})
+    worst = Admission.from_config(config).worst_bytes
+    config = make_config(loop={"batch_size": 2, "max_lag": 9}, buffer={"max_bytes": 5 * worst + 1})
+    state = ready(config)
+    leases = granted(state, 0.0)
+    assert len(leases) == 5
+    deliver(state, leases[0])
+    # A finished one is smaller than its reservation, but not by a whole one.
+    assert granted(state, 0.0) == []
+    for lease in leases[1:]:
+        deliver(state, lease)
+    assert len(granted(state, 0.0)) == 4
+
+
+def test_a_buffer_that_cannot_hold_a_batch_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"buffer\.max_bytes = 1000 cannot hold one batch"):
+        make_state(make_config(buffer={"max_bytes": 1000}))
+
+
+def test_leases_are_spread_and_never_exceed_credit_or_concurrency():
+    state = ready(make_config(rollout={"concurrency": 4}, loop={"max_lag": 9}), free=3, peers=(A, B))
+    given_out = state.grant(0.0)
+    assert {peer: len(leases) for peer, leases in given_out.items()} == {A: 3, B: 3}
+    # The credit below crossed the leases on the wire: the worker holds 3 already, its concurrency is 4.
+    state.credit(A, 3, 0, 0.0)
+    assert {peer: len(leases) for peer, leases in state.grant(0.0).items()} == {A: 1}
+
+
+def test_no_more_is_leased_than_the_run_still_needs():
+    state = ready(
+        make_config(
+            loop={"steps": 11, "batch_size": 4, "max_lag": 5},
+            buffer={"max_trajectories": 200},
+            rollout={"concurrency": 99},
+        )
+    )
+    state.batches.restore(Batch(9, 0, []))  # ten of eleven steps are done
+    assert len(granted(state, 0.0)) == 4
+
+
+# leases that end
+
+
+def test_leases_of_a_silent_worker_come_back():
+    state = ready(peers=(A, B), free=6)
+    mine = {lease.prompt_index for lease in state.grant(0.0)[A]}
+    state.credit(B, 6, 0, 9.0)
+    state.tick(9.0)
+    assert granted(state, 9.0) == []
+    state.tick(11.0)
+    assert A not in state.workers
+    again = {lease.prompt_index for lease in state.grant(11.0)[B]}
+    assert again == mine
+    assert state.counters["returned/lost_worker"] == len(mine)
+
+
+def test_a_lease_past_its_time_is_tried_again_then_given_up():
+    config = make_config(
+        loop={"batch_size": 2, "max_lag": 0}, **ONE, buffer={"lease_timeout_s": 5.0, "max_attempts": 2}
+    )
+    state = ready(config)
+    seen = []
+    for now in (0.0, 5.0, 10.0):
+        state.tick(now)
+        [lease] = granted(state, now)
+        seen.append((lease.prompt_index, lease.lease_id))
+        state.workers.heard(A, now)
+    assert [index for index, _ in seen] == [0, 0, 1]
+    assert len({name for _, name in seen}) == 3
+    assert state.counters["failures/lease_timeout"] == 2 and state.counters["given_up"] == 1
+    assert GaveUp(0, "lease_timeout") in state.take_records()
+
+
+def test_failures_are_counted_by_reason_and_are_no_rewards():
+    state = ready(make_config(loop={"batch_size": 2, "max_lag": 0}, **ONE, buffer={"max_attempts": 3}))
+    for attempt in range(3):
+        [lease] = granted(state, 0.0)
+        assert lease.prompt_index == 0
+        state.failed(lease.lease_id, "engine_error" if attempt else "environment_failure")
+        state.failed(lease.lease_id, "engine_error")  # said twice: counts once
+    assert state.counters["failures/engine_error"] == 2
+    assert state.counters["failures/environment_failure"] == 1
+    assert [lease.prompt_index for lease in granted(state, 0.0)] == [1]
+    assert len(state.batches.buffer) == 0
+
+
+def test_a_late_trajectory_counts_if_it_is_the_first_of_its_prompt():
+    config = make_config(loop={"batch_size": 2, "max_lag": 0}, **ONE, buffer={"lease_timeout_s": 5.0})
+    state = ready(config)
+    [first] = granted(state, 0.0)
+    state.workers.heard(A, 5.0)
+    state.tick(5.0)
+    [second] = granted(state, 5.0)
+    assert second.prompt_index == first.prompt_index and second.lease_id != first.lease_id
+    assert deliver(state, first) is None
+    assert deliver(state, second) == "duplicate"
+    assert deliver(state, first) == "duplicate"
+    assert len(state.batches.buffer) == 1 and len(state.leases) == 0
+    assert state.counters["duplicates"] == 2
+
+
+def test_what_does_not_belong_to_a_lease_is_refused():
+    state = ready()
+    [lease, *_] = granted(state, 0.0)
+
+    def verdict(**changes):
+        [summary] = summarise(to_batch([trajectory(lease, **changes)]))
+        return state.screen(summary)
+
+    assert "does not name a training lease" in verdict(trajectory_id="nonsense")
+    assert "does not name a training lease" in verdict(trajectory_id=make_lease_id(Key("train", 10**9), 1, 1))
+    assert "does not name a training lease" in verdict(trajectory_id="step-000000/greedy-000001-1.1")
+    assert "is not the prompt of the lease" in verdict(prompt_id="train-prompt-999")
+    long = 200
+    too_long = {
+        "tokens": [1] * long,
+        "action_mask": [True] * long,
+        "rewards": [0.0] * long,
+        "rollout_logprobs": [-1.0] * long,
+    }
+    assert "above environment.max_tokens = 110" in verdict(**too_long)
+    assert verdict() is None
+
+
+# workers that come back
+
+
+def test_hello_returns_what_the_worker_lost_and_names_what_it_must_forget():
+    state = ready(free=4)
+    leases = granted(state, 0.0)
+    kept, lost = leases[0], leases[1:]
+    unknown = state.hello(A, "a", [kept.lease_id, "train-000099-1.1", "rubbish"], 1.0)
+    assert set(unknown) == {*(lease.lease_id for lease in lost), "train-000099-1.1", "rubbish"}
+    assert [held.lease_id for held in state.leases.of_peer(A)] == [kept.lease_id]
+    state.credit(A, 16, 0, 1.0)
+    assert {lease.prompt_index for lease in lost} <= {lease.prompt_index for lease in granted(state, 1.0)}
+
+
+# sync mode
+
+
+def test_sync_leases_only_for_a_step_that_the_trainer_waits_for():
+    state = make_state(make_config(loop={"mode": "sync", "batch_size": 3, "max_lag": 4}))
+    state.credit(A, 16, 0, 0.0)
+    assert granted(state, 0.0) == []
+    for step, version in ((0, 0), (1, 1), (2, 2)):
+        assert isinstance(state.request_batch(step, version, 0.0), Waiting)
+        leases = granted(state, 0.0)
+        assert len(leases) == 3
+        assert {lease.min_version for lease in leases} == {version}
+        state.failed(leases[0].lease_id, "engine_error")
+        [replacement] = granted(state, 0.0)
+        for lease in (*leases[1:], replacement):
+            deliver(state, lease, version=version)
+        assert granted(state, 0.0) == []
+        manifest = state.request_batch(step, version, 0.0)
+        assert {entry.oldest_version for entry in manifest.entries} == {version}
+        state.credit(A, 16, version, 0.0)
+        assert granted(state, 0.0) == [], "the trainer is at work: nobody generates"
+
+
+def test_async_leases_do_not_wait_for_the_trainer():
+    """The control of the test above: the same sequence in async mode leases at once."""
+    state = ready(make_config(loop={"mode": "async", "batch_size": 3, "max_lag": 1}))
+    for lease in granted(state, 0.0)[:3]:
+        deliver(state, lease)
+    assert isinstance(state.request_batch(0, 0, 0.0), Manifest)
+    assert len(granted(state, 0.0)) == 3
+
+
+def test_async_leases_never_begin_with_weights_that_are_too_old_already():
+    state = ready(make_config(loop={"batch_size": 2, "max_lag": 2}))
+    state.request_batch(0, 7, 0.0)
+    assert {lease.min_version for lease in granted(state, 0.0)} == {5}
+
+
+# the trainer's restarts
+
+
+def test_a_step_keeps_its_batch_and_a_skipped_step_is_refused():
+    state = ready(make_config(loop={"batch_size": 2, "max_lag": 2}))
+    for lease in granted(state, 0.0):
+        deliver(state, lease)
+    batches = [state.request_batch(step, step, 0.0).entries for step in (0, 1)]
+    assert [state.request_batch(step, step, 0.0).entries for step in (0, 1)] == batches
+    with pytest.raises(ValueError, match="step 5 was asked for, but the last batch in the ledger is of step 1"):
+        state.request_batch(5, 5, 0.0)
+    with pytest.raises(ValueError, match=r"above loop\.max_lag = 2"):
+        state.request_batch(0, 3, 0.0)
+
+
+def test_a_trainer_that_goes_back_recalls_leases_that_wait_for_newer_weights():
+    state = ready(make_config(loop={"batch_size": 2, "max_lag": 1}))
+    for lease in granted(state, 0.0)[:2]:
+        deliver(state, lease)
+    state.request_batch(0, 0, 0.0)
+    state.request_batch(1, 6, 0.0)
+    [newer] = [lease for lease in granted(state, 0.0) if lease.min_version == 5][:1]
+    assert isinstance(state.request_batch(0, 0, 0.0), Manifest)
+    assert newer.lease_id in state.take_recalled()[A]
+    assert newer.lease_id not in state.leases
+    state.credit(A, 16, 0, 0.0)
+    assert newer.prompt_index in {lease.prompt_index for lease in granted(state, 0.0)}
+
+
+# evaluations
+
+
+def run_evaluation(state, leases, reward):
+    for number, lease in enumerate(leases):
+        assert state.evaluated(result_of(lease, number, reward(lease), version=3)) is None
+
+
+def test_evaluations_go_first_cost_no_buffer_and_end_in_one_line_each():
+    state = ready(make_config(evaluation={"problems": 3}, loop={"batch_size": 4, "max_lag": 0}))
+    state.request_evaluation(7, 3, 0.0)
+    state.request_evaluation(7, 3, 0.0)
+    leases = granted(state, 1.0)
+    greedy = [lease for lease in leases if lease.evaluation_id == "step-000007/greedy"]
+    sampled = [lease for lease in leases if lease.evaluation_id == "step-000007/sampled"]
+    training = [lease for lease in leases if lease.evaluation_id is None]
+    assert [lease.prompt_index for lease in greedy] == [lease.prompt_index for lease in sampled] == [0, 1, 2]
+    assert {lease.temperature for lease in greedy} == {0.0} and {lease.temperature for lease in sampled} == {1.0}
+    assert {(lease.split, lease.min_version) for lease in greedy + sampled} == {("eval", 3)}
+    assert len(training) == 4 and leases[:6] == greedy + sampled
+
+    run_evaluation(state, greedy, lambda lease: float(lease.prompt_index != 1))
+    [line] = state.take_finished_evaluations(5.0)
+    assert line.pop("time") > 0
+    assert line == {
+        "evaluation_id": "step-000007/greedy",
+        "step": 7,
+        "mode": "greedy",
+        "problems": 3,
+        "solved": 2,
+        "success": 2 / 3,
+        "truncated": 0.0,
+        "response_tokens": 2.0,
+        "failures": 0,
+        "oldest_version": 3,
+        "newest_version": 3,
+        "seconds": 5.0,
+    }
+    assert state.evaluations.open == ["step-000007/sampled"]
+    state.request_evaluation(7, 3, 0.0)
+    assert state.evaluations.open == ["step-000007/sampled"], "finished ones are not run again"
+
+
+def test_a_failed_evaluation_episode_is_no_zero():
+    state = ready(make_config(evaluation={"problems": 2, "sampled": False}, buffer={"max_attempts": 2}))
+    state.request_evaluation(0, 0, 0.0)
+    first, second = [lease for lease in granted(state, 0.0) if lease.evaluation_id]
+    state.evaluated(result_of(first, 1, 1.0))
+    state.failed(second.lease_id, "engine_error")
+    state.credit(A, 16, 0, 0.0)
+    [again] = [lease for lease in granted(state, 0.0) if lease.evaluation_id]
+    assert again.prompt_index == second.prompt_index
+    state.failed(again.lease_id, "engine_error")
+    [line] = state.take_finished_evaluations(1.0)
+    assert (line["success"], line["solved"], line["failures"]) == (1.0, 1, 1)
+
+
+def test_an_evaluation_waits_for_its_weights():
+    state = ready(make_config(evaluation={"problems": 2}))
+    state.request_evaluation(4, 4, 0.0)
+    state.request_batch(0, 1, 0.0)  # the trainer went back behind the evaluation's version
+    assert [lease for lease in granted(state, 0.0) if lease.evaluation_id] == []
+    state.request_batch(0, 4, 0.0)
+    state.credit(A, 16, 0, 0.0)
+    assert len([lease for lease in granted(state, 0.0) if lease.evaluation_id]) == 4
+
+
+def test_impossible_evaluation_results_are_refused_and_tried_again():
+    state = ready(make_config(evaluation={"problems": 1, "sampled": False}))
+    state.request_evaluation(0, 0, 0.0)
+    lease = next(lease for lease in granted(state, 0.0) if lease.evaluation_id)
+    assert "not finite" in state.evaluated(result_of(lease, 1, float("nan")))
+    state.credit(A, 16, 0, 0.0)
+    assert any(lease.evaluation_id for lease in granted(state, 0.0))
+
+
+# recovery
+
+
+class Disk:
+    """What a run has written, as the state would find it after a crash."""
+
+    def __init__(self):
+        self.records, self.rows, self.finished = [], [], set()
+
+    def store(self, state, lease, version=0):
+        assert deliver(state, lease, version) is None
+        self.rows += summarise(to_batch([trajectory(lease, version)]))
+
+    def restart(self, state, config, now=0.0):
+        self.records += state.take_records()
+        again = make_state(
+            config, records=self.records, journaled=self.rows, finished_evaluations=self.finished, now=now
+        )
+        again.credit(A, 16, 0, now)
+        return again
+
+
+def test_after_a_restart_batches_buffer_and_prompts_are_what_they_were():
+    config = make_config(loop={"batch_size": 2, "max_lag": 3})
+    disk, state = Disk(), ready(config)
+    leases = granted(state, 0.0)
+    for lease in leases[:5]:
+        disk.store(state, lease)
+    first = state.request_batch(0, 0, 0.0)
+    again = disk.restart(state, config, now=100.0)
+    assert again.generation == 2
+    assert len(again.batches.buffer) == 3
+    assert again.request_batch(0, 0, 100.0).entries == first.entries
+    assert {e.trajectory_id for e in again.request_batch(1, 1, 100.0).entries} == {x.lease_id for x in leases[2:4]}
+    assert deliver(again, leases[0]) == "duplicate"
+
+    # Prompts below the reservation that nobody finished come again, after the workers had time to claim theirs.
+    early = granted(again, 100.0)
+    assert min(lease.prompt_index for lease in early) >= 256
+    again.tick(111.0)
+    again.credit(A, 16, 0, 111.0)
+    for lease in early:
+        again.failed(lease.lease_id, "engine_error")
+    again.credit(A, 16, 0, 111.0)
+    assert [lease.prompt_index for lease in granted(again, 111.0)][:3] == [5, 6, 7]
+
+
+def test_after_a_restart_workers_keep_the_leases_that_they_are_at_work_on():
+    config = make_config(loop={"batch_size": 2, "max_lag": 1}, evaluation={"problems": 3, "sampled": False})
+    disk, state = Disk(), ready(config)
+    state.request_evaluation(0, 0, 0.0)
+    leases = granted(state, 0.0)
+    evaluation = [lease for lease in leases if lease.evaluation_id]
+    training = [lease for lease in leases if not lease.evaluation_id]
+    disk.store(state, training[0])
+    again = disk.restart(state, config)
+    active = [lease.lease_id for lease in (training[0], training[1], evaluation[1])]
+    assert again.hello(A, "a", active, 0.0) == [training[0].lease_id]
+    assert again.leases.training == 1
+    assert again.hello(B, "b", [training[1].lease_id], 0.0) == [], "another worker may say that it has it now"
+    assert deliver(again, training[1]) is None
+    # The evaluation begins again; what a worker has of it counts.
+    again.request_batch(0, 0, 0.0)
+    again.credit(A, 16, 0, 0.0)
+    asked = [lease for lease in granted(again, 0.0) if lease.evaluation_id]
+    assert {lease.prompt_index for lease in asked} == {0, 2}
+    run_evaluation(again, [evaluation[1], *asked], lambda lease: 1.0)
+    assert len(again.take_finished_evaluations(1.0)) == 1
+
+
+def test_failures_and_given_up_prompts_survive_a_restart():
+    config = make_config(loop={"batch_size": 2, "max_lag": 0}, **ONE, buffer={"max_attempts": 2})
+    disk, state = Disk(), ready(config)
+    [lease] = granted(state, 0.0)
+    state.failed(lease.lease_id, "engine_error")
+    again = disk.restart(state, config)
+    again.request_batch(0, 0, 0.0)
+    assert again.hello(A, "a", [lease.lease_id], 0.0) == []
+    again.failed(lease.lease_id, "engine_error")
+    assert again.counters["given_up"] == 1
+    last = disk.restart(again, config)
+    assert last.prompts.is_settled(0)
+    assert last.counters["failures/engine_error"] == 2
+
+
+def test_a_generation_never_reuses_a_lease_id():
+    config = make_config(loop={"batch_size": 2, "max_lag": 0}, **ONE)
+    disk, state = Disk(), ready(config)
+    names = set()
+    for _ in range(3):
+        state.tick(1000.0)
+        state.credit(A, 16, 0, 1000.0)
+        state.request_batch(0, 0, 1000.0)
+        [lease] = granted(state, 1000.0)
+        assert lease.lease_id not in names
+        names.add(lease.lease_id)
+        state = disk.restart(state, config, now=0.0)
+    assert sum(isinstance(record, Started) for record in disk.records) == 3
+
+
+@pytest.mark.parametrize("stream", ["train", "step-000010/greedy"])
+def test_lease_ids_can_be_read_back(stream):
+    key = Key(stream, 123)
+    assert parse_lease_id(make_lease_id(key, 2, 3)) == key
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 40)))
+def test_index_set(indices):
+    dense = IndexSet()
+    for index in indices:
+        dense.add(index)
+    assert [index in dense for index in range(41)] == [index in set(indices) for index in range(41)]
+    assert len(dense) == len(set(indices))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=40))
+def test_any_text_is_a_lease_id_or_not(text):
+    assert parse_lease_id(text) is None or text.count("-") >= 2
