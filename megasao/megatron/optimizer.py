@@ -7,6 +7,7 @@ Invariants (tests assert them):
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -83,11 +84,16 @@ class Optimizer:
         return [part.optimizer for part in self.megatron.chained_optimizers if part.optimizer is not None]
 
     def _inner_of(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-        main = self.main(parameter)
-        for inner in self._inner_optimizers():
-            if any(main is candidate for group in inner.param_groups for candidate in group["params"]):
-                return inner
-        raise AssertionError("a trainable parameter is in no optimizer")
+        return self._inner_by_id[id(self.main(parameter))]
+
+    @cached_property
+    def _inner_by_id(self) -> dict[int, torch.optim.Optimizer]:
+        return {
+            id(parameter): inner
+            for inner in self._inner_optimizers()
+            for group in inner.param_groups
+            for parameter in group["params"]
+        }
 
 
 def build_optimizer(model: MegatronModel, config: OptimizerConfig) -> Optimizer:

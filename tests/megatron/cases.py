@@ -155,6 +155,21 @@ def idle_rank(payload: Payload) -> Any:
     return None
 
 
+def split_gradients(payload: Payload) -> Any:
+    """Gradients of one sum over all sequences, cut into rows of ``sequences_per_row``, dealt to data-parallel ranks."""
+    config, topology = _start(payload)
+    model = build_model("actor", Path(payload["path"]), config)
+    build_optimizer(model, config.actor.optimizer).zero_grad()
+    sequences, size = payload["sequences"], payload["sequences_per_row"]
+    rows = [
+        Row.from_sequences(sequences[start : start + size], [0.7] * len(sequences[start : start + size]))
+        for start in range(0, len(sequences), size)
+    ][topology.data_rank :: topology.data_size]
+    forward_backward(model, rows, lambda index, values: (-values.sum() / 100.0, {}))
+    _write(payload, "gradients", export_tensors(model, _gradient))
+    return len(rows)
+
+
 def unequal_rows(payload: Payload) -> Any:
     """Ranks disagree on the number of rows."""
     config, topology = _start(payload)
@@ -221,7 +236,7 @@ def wait_forever(payload: Payload) -> Any:
 
 def _start(payload: Payload) -> tuple[Config, Topology]:
     config: Config = make_config(
-        Path(payload["path"]), payload.get("parallel"), payload.get("dtype", "float32"), **payload.get("critic", {})
+        Path(payload["path"]), payload.get("parallel"), payload.get("model"), **payload.get("critic", {})
     )
     return config, runtime.set_layout(config.parallel, seed=1)
 

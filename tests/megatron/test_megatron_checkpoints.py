@@ -130,7 +130,7 @@ def test_resume_is_bit_exact_and_resharding_keeps_every_bit(
         out = tmp_path / name
         out.mkdir()
         payload = {"path": str(checkpoint), "role": role, "parallel": layout, "steps": 2, "more": more}
-        payload["dtype"] = dtype
+        payload["model"] = {"dtype": dtype}
         files = {"directory": str(tmp_path / "saved"), "out": str(out)}
         run_world(layout["ranks"], f"tests.megatron.cases:{function}", payload | files)
         return out

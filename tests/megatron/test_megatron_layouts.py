@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron.tiny import read
+from tests.megatron.tiny import random_sequences, read
 from tests.megatron.world import run_world
 
 pytestmark = pytest.mark.world
@@ -114,6 +114,19 @@ def test_rank_without_tokens(checkpoint: Path, tmp_path: Path) -> None:
         payload = {"path": str(checkpoint), "parallel": layout, "out": str(tmp_path)}
         run_world(layout["ranks"], "tests.megatron.cases:idle_rank", payload)
         gradients.append(read(tmp_path, "gradients"))
+    largest = max(tensor.abs().max().item() for tensor in gradients[0].values())
+    for other in gradients[1:]:
+        assert _largest_difference(other, gradients[0]) < 2e-6 * largest
+
+
+def test_split_into_rows_changes_no_gradient(checkpoint: Path, tmp_path: Path) -> None:
+    sequences, gradients, counts = random_sequences(6, seed=9), [], []
+    for layout, size in (({"ranks": 1}, 6), ({"ranks": 1}, 1), ({"ranks": 2}, 3), ({"ranks": 2, "pipeline": 2}, 2)):
+        payload = {"path": str(checkpoint), "parallel": layout, "out": str(tmp_path)}
+        payload |= {"sequences": sequences, "sequences_per_row": size}
+        counts += run_world(layout["ranks"], "tests.megatron.cases:split_gradients", payload)
+        gradients.append(read(tmp_path, "gradients"))
+    assert counts == [1, 6, 1, 1, 3, 3]
     largest = max(tensor.abs().max().item() for tensor in gradients[0].values())
     for other in gradients[1:]:
         assert _largest_difference(other, gradients[0]) < 2e-6 * largest

@@ -122,7 +122,12 @@ def test_values_equal_a_head_on_transformers(checkpoint: Path, layout: dict[str,
 @torch.no_grad()
 def test_bfloat16_is_near(checkpoint: Path) -> None:
     expected = transformers_logprobs(load(checkpoint), TEMPERATURES)
-    payload = {"path": str(checkpoint), "sequences": SEQUENCES, "temperatures": TEMPERATURES, "dtype": "bfloat16"}
+    payload = {
+        "path": str(checkpoint),
+        "sequences": SEQUENCES,
+        "temperatures": TEMPERATURES,
+        "model": {"dtype": "bfloat16"},
+    }
     [[result]] = run_world(1, "tests.megatron.cases:outputs", payload)
     difference = (torch.tensor(result) - expected).abs()
     # A router near-tie may flip an expert for some token: the bulk must agree.

@@ -42,6 +42,12 @@ def test_layouts_that_cannot_work_are_refused(checkpoint: Path, layout: dict, me
         assert message in result
 
 
+def test_transformer_engine_is_refused_where_it_cannot_be(checkpoint: Path) -> None:
+    payload = {"path": str(checkpoint), "model": {"transformer_impl": "transformer_engine"}}
+    [message] = run_world(1, "tests.megatron.cases:layout_errors", payload)
+    assert "needs CUDA and the package transformer_engine" in message
+
+
 def test_shim_refuses_where_cuda_is_present(monkeypatch: pytest.MonkeyPatch) -> None:
     from megasao.megatron import cpu
 

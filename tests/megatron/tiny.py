@@ -54,7 +54,9 @@ def random_sequences(count: int, *, seed: int, low: int = 3, high: int = 40) -> 
     return [[generator.randrange(VOCABULARY) for _ in range(generator.randint(low, high))] for _ in range(count)]
 
 
-def make_config(path: Path, parallel: dict[str, Any] | None = None, dtype: str = "float32", **critic: Any) -> Any:
+def make_config(
+    path: Path, parallel: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **critic: Any
+) -> Any:
     """A Config around the checkpoint at ``path``.
 
     Adam's epsilon is large, so that the sign of a gradient that is mere rounding does not decide an update.
@@ -64,7 +66,7 @@ def make_config(path: Path, parallel: dict[str, Any] | None = None, dtype: str =
     return Config.model_validate(
         {
             "run": {"name": "test"},
-            "model": {"path": str(path), "dtype": dtype},
+            "model": {"path": str(path), **(model or {})},
             "actor": {"optimizer": {"lr": 1e-3, "eps": 1e-4}},
             "critic": {"optimizer": {"lr": 1e-3}, **critic},
             "loop": {"steps": 100},

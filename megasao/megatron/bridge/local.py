@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import distributed
 
 from megasao.megatron.architecture import expert_count
-from megasao.megatron.bridge.table import Rule, rules
+from megasao.megatron.bridge.table import Rule, global_name, rules
 
 if TYPE_CHECKING:
     from megasao.megatron.models import MegatronModel
@@ -50,8 +50,6 @@ class LocalParameter:
 
 def local_parameters(model: "MegatronModel") -> Iterator[LocalParameter]:
     """Every parameter of this rank, in a fixed order that is the same on the ranks of its shard group."""
-    from megasao.megatron.bridge.table import global_name
-
     table = rules(model.hf_config, model.role)
     local_experts = expert_count(model.hf_config) // parallel_state.get_expert_model_parallel_world_size()
     dense_owner = parallel_state.get_data_parallel_rank() == 0
