@@ -1,0 +1,58 @@
+"""SIGKILL of each role, and of everything at once, in the middle of a run: it ends as if nothing had happened."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e import runs
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.write_model(tmp_path_factory.mktemp("model"))
+
+
+def test_each_role_is_killed_once_and_the_run_ends_right(model: Path, tmp_path: Path) -> None:
+    total = 14
+    config = runs.write_config(tmp_path / "config.yaml", model, loop={"steps": total, "batch_size": 8})
+    process = runs.start(config)
+    run = runs.directory(config)
+    for role, after in (("rollout", 3), ("controller", 6), ("trainer", 9)):
+        # The step is past once its line is there; a later kill must not wait for lines of redone steps.
+        runs.wait_until(lambda after=after: len(runs.steps(run)) >= after, process, config)
+        runs.kill_role(process, role)
+    runs.finish(process, config)
+    runs.check_books(run, total)
+    lines = runs.steps(run)
+    assert [line["step"] for line in lines] == list(range(total))
+    assert [line["weight_version"] for line in lines] == list(range(total))
+    assert all(line["data/lag_max"] <= 4 for line in lines)
+    launcher_log = (run.logs / "launcher.log").read_text(encoding="utf-8")
+    for role in ("rollout-0", "controller", "trainer"):
+        assert role in launcher_log, f"the launcher does not say that {role} was restarted"
+
+
+def test_everything_is_killed_at_once_and_resumed(model: Path, tmp_path: Path) -> None:
+    total = 8
+    config = runs.write_config(tmp_path / "config.yaml", model, loop={"steps": total, "batch_size": 8})
+    process = runs.start(config)
+    run = runs.directory(config)
+    runs.wait_until(lambda: len(runs.steps(run)) >= 5, process, config)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(30)
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive, f"orphans: {alive}"
+
+    acknowledged = set(runs.journaled(run))
+    before = {r.step: r.trajectory_ids for r in runs.read_ledger(run) if isinstance(r, runs.Batch)}
+    runs.train(config, "--resume")
+    runs.check_books(run, total)
+    after = {r.step: r.trajectory_ids for r in runs.read_ledger(run) if isinstance(r, runs.Batch)}
+    assert before == {step: ids for step, ids in after.items() if step in before}, "a batch was changed"
+    assert acknowledged <= set(runs.journaled(run))
