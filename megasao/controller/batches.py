@@ -48,7 +48,8 @@ class BatchBook:
             case Dropped():
                 self._take_dropped(record)
             case Checkpointed(step=step):
-                self._checkpoints.append(step)
+                # Said again, or after the trainer went back: later ones are no longer there to resume from.
+                self._checkpoints = [*(earlier for earlier in self._checkpoints if earlier < step), step]
 
     # use
 

@@ -66,6 +66,6 @@ class Intake:
     def _refuse(self, refused: dict[str, str]) -> dict[str, str]:
         for lease_id, reason in refused.items():
             logger.warning("refused trajectory %.200s: %.500s", lease_id, reason)
-            self._state.count("refused")
-            self._state.failed(lease_id, "refused")
+            if not self._state.failed(lease_id, "refused"):
+                self._state.count("refused/no_lease")
         return refused

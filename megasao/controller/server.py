@@ -181,7 +181,8 @@ class ControllerServer:
                 self._fetch(peer, message.trajectory_ids)
                 return
             case StateRequest():
-                self._answer(peer, State(self.state.snapshot(message.step)))
+                watermark = {"segments": self._opened.journal.segments(), "trajectories": len(self._opened.store)}
+                self._answer(peer, State({**self.state.snapshot(message.step), "journal": watermark}))
                 return
             case EvaluateRequest():
                 self.state.request_evaluation(message.step, message.version, now)

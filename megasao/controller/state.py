@@ -128,11 +128,12 @@ class ControllerState:
         for held in self.leases.of_peer(peer):
             self._end(held.lease_id, "returned/lost_worker")
 
-    def failed(self, lease_id: str, reason: str) -> None:
-        """An attempt failed for a reason outside the policy. Unknown leases change nothing."""
+    def failed(self, lease_id: str, reason: str) -> bool:
+        """An attempt failed for a reason outside the policy; False, and nothing changes, if there is no such lease."""
         held = self.leases.release(lease_id)
         if held is not None:
             self._fail(held.key, reason)
+        return held is not None
 
     def screen(self, summary: Summary) -> str | None:
         """None if this trajectory is to be stored, DUPLICATE if its prompt already has one, else why it is refused."""
@@ -144,6 +145,8 @@ class ControllerState:
             return DUPLICATE
         if summary.prompt_id != self._prompt_id(summary.trajectory_id, key):
             return f"prompt_id: {summary.prompt_id!r} is not the prompt of the lease"
+        if not summary.has_logprobs:
+            return "rollout_logprobs: null, and the objective needs them"
         if summary.tokens > self.config.environment.max_tokens:
             limit = self.config.environment.max_tokens
             return f"tokens: {summary.tokens}, above environment.max_tokens = {limit}"

@@ -27,6 +27,7 @@ class Summary:
     newest_version: int
     reward: float
     truncated: bool
+    has_logprobs: bool
     nbytes: int
 
     def lag(self, version: int) -> int:
@@ -99,5 +100,6 @@ def _summary(row: pa.RecordBatch) -> Summary:
         newest_version=int(versions.max()),
         reward=float(rewards.sum(dtype=np.float64)),
         truncated=value("finish_reason") != "done",
+        has_logprobs=row.column("rollout_logprobs").null_count == 0,
         nbytes=row.nbytes,
     )

@@ -34,6 +34,14 @@ class JournalStore:
     def __len__(self) -> int:
         return len(self._places)
 
+    def __contains__(self, trajectory_id: str) -> bool:
+        return trajectory_id in self._places
+
+    @property
+    def ids(self) -> list[str]:
+        """The trajectories that are held, in order of arrival."""
+        return list(self._places)
+
     def add(self, batch: pa.RecordBatch, location: Location) -> None:
         """Remember where the rows of a journaled batch lie."""
         ids = batch.column("trajectory_id").to_pylist()

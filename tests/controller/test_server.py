@@ -96,6 +96,7 @@ def test_a_whole_step(run):
         assert isinstance(missing, Refused) and "'nobody'" in missing.reason
         state = ask(client, StateRequest(1))
         assert isinstance(state, State) and state.state["next_step"] == 1
+        assert state.state["journal"] == {"segments": [1], "trajectories": 4}
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(state.state)) == state.state
         refused = ask(client, BatchRequest(3, 1))
         assert isinstance(refused, Refused) and "step 3" in refused.reason
@@ -148,7 +149,7 @@ def test_bad_rows_are_refused_by_name_and_the_good_ones_survive(run):
         again = {lease.prompt_index for lease in worker.get_leases(4)}
         assert again == {x.prompt_index for x in (bad, foreign, unlisted, silent)}
         assert worker.submit_acked([trajectory(last)]) == {}
-        assert ask(client, StatusRequest()).counters["refused"] == 4
+        assert ask(client, StatusRequest()).counters["failures/refused"] == 4
 
 
 @pytest.mark.parametrize("kind", ["empty", "pickle", "truncated", "other schema version", "missing column"])
@@ -319,6 +320,7 @@ def test_segments_that_no_checkpoint_needs_are_deleted(run):
             worker.submit_acked([trajectory(lease)])
         manifests = [batch(client, step, 0) for step in range(3)]
         for step in (1, 2):
+            ask(client, CheckpointSaved(step))
             ask(client, CheckpointSaved(step))
         assert len(opened.journal.segments()) == 6, "only the batch of step 0 is behind both checkpoints"
         assert isinstance(ask(client, FetchRequest(ids(manifests[0]))), Refused)

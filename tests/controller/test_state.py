@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasao.controller.admission import Admission
+from megasao.controller.batches import BatchBook
 from megasao.controller.leases import Key, make_lease_id, parse_lease_id
 from megasao.controller.prompts import IndexSet
 from megasao.trajectories.buffer import summarise
@@ -174,7 +175,33 @@ def test_what_does_not_belong_to_a_lease_is_refused():
         "rollout_logprobs": [-1.0] * long,
     }
     assert "above environment.max_tokens = 110" in verdict(**too_long)
+    assert "the objective needs them" in verdict(rollout_logprobs=None)
     assert verdict() is None
+
+
+# numbers
+
+
+def test_rates_are_over_the_last_heartbeats_and_survive_a_workers_restart():
+    state = ready(peers=(A, B))
+    assert "idle" not in state.metrics()
+    for now, tokens, busy in ((0.0, 0.0, 0.0), (2.0, 100.0, 1.5), (4.0, 20.0, 0.5)):
+        state.workers.reported(A, {"generated_tokens": tokens, "busy_seconds": busy, "odd": float("nan")}, now)
+        state.workers.reported(B, {"generated_tokens": 10 * now, "busy_seconds": now}, now)
+        if now == 2.0:
+            assert state.metrics()["tokens_per_s"] == 50.0 + 10.0
+            assert state.metrics()["idle"] == (0.25 + 0.0) / 2
+    assert state.metrics()["tokens_per_s"] == 10.0 + 10.0, "the total fell: the worker counts from 0 again"
+    state.lose(B)
+    assert state.metrics()["tokens_per_s"] == 10.0
+    assert state.workers.get(A).stats == {"generated_tokens": 20.0, "busy_seconds": 0.5}
+
+
+def test_only_distinct_checkpoints_that_are_still_there_are_kept_for():
+    book = BatchBook(batch_size=2, max_lag=1, keep_checkpoints=2)
+    for step, horizon in ((5, 0), (5, 0), (10, 5), (10, 5), (15, 10), (8, 5)):
+        book.checkpointed(step, [])
+        assert book.horizon == horizon, step
 
 
 # workers that come back
