@@ -94,6 +94,15 @@ class BatchBook:
         self.restore(record)
         records.append(record)
 
+    def accept_rates(self) -> dict[str, float]:
+        """By task: the share that was trained on, of all that were trained on or dropped."""
+        lost: dict[str, int] = {}
+        for (_, task), number in self.dropped.items():
+            lost[task] = lost.get(task, 0) + number
+        tasks = sorted(lost.keys() | self.consumed.keys())
+        used = {task: self.consumed.get(task, 0) for task in tasks}
+        return {task: used[task] / (used[task] + lost.get(task, 0)) for task in tasks}
+
     def may_forget(self, trajectory_id: str) -> bool:
         """Whether nobody will ask for this trajectory's payload again."""
         return self._consumed_at.get(trajectory_id, self.horizon) < self.horizon

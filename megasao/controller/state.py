@@ -7,7 +7,6 @@ Invariants:
 - a trajectory is accepted once per prompt, whoever sends it and however late.
 """
 
-import hashlib
 import time as wall
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +16,10 @@ from megasao.controller.admission import Admission
 from megasao.controller.batches import BatchBook
 from megasao.controller.evaluations import EvaluationBook, problem_with
 from megasao.controller.leases import TRAIN, Held, Key, LeaseBook, parse_lease_id
+from megasao.controller.lessor import Lessor
 from megasao.controller.prompts import PromptSource
 from megasao.controller.workers import Worker, WorkerBook
-from megasao.environments.base import Environment, Split
+from megasao.environments.base import Environment
 from megasao.trajectories.buffer import Summary
 from megasao.trajectories.ledger import Batch, Dropped, EvaluationStarted, Failed, GaveUp, Record, Started
 from megasao.transport.messages import EvaluationResult, Lease, Manifest, ManifestEntry, Waiting
@@ -56,7 +56,7 @@ class ControllerState:
         self.evaluations = EvaluationBook(config.evaluation.problems, config.buffer.max_attempts, finished_evaluations)
         self.admission = Admission.from_config(config)
         self.counters: dict[str, float] = {}
-        self._environment = environment
+        self._lessor = Lessor(config, environment, self.leases)
         self._wall_clock = wall_clock
         self._training = False
         self._wanted: int | None = None
@@ -270,19 +270,10 @@ class ControllerState:
             "open_evaluations": len(self.evaluations.open),
             **self.counters,
             **{f"dropped/{reason}/{task}": number for (reason, task), number in dropped.items()},
-            **{f"accept_rate/{task}": rate for task, rate in self._accept_rates().items()},
+            **{f"accept_rate/{task}": rate for task, rate in self.batches.accept_rates().items()},
         }
 
     # inside
-
-    def _accept_rates(self) -> dict[str, float]:
-        """Share of each task's trajectories that were trained on, of those trained on or dropped."""
-        lost: dict[str, int] = {}
-        for (_, task), number in self.batches.dropped.items():
-            lost[task] = lost.get(task, 0) + number
-        tasks = lost.keys() | self.batches.consumed.keys()
-        used = {task: self.batches.consumed.get(task, 0) for task in tasks}
-        return {task: used[task] / (used[task] + lost.get(task, 0)) for task in sorted(tasks)}
 
     def _describe(self) -> str:
         if not len(self.workers):
@@ -314,28 +305,12 @@ class ControllerState:
             evaluation, index = problem
             sampled = evaluation.asked.mode == "sampled"
             key = Key(evaluation.asked.evaluation_id, index)
-            return self._make_lease(key, float(sampled), evaluation.asked.version)
+            return self._lessor.make(key, float(sampled), evaluation.asked.version)
         if training_room <= 0 or self.version is None:
             return None
         lag = self.config.loop.max_lag if self.config.loop.mode == "async" else 0
         key = Key(TRAIN, self.prompts.take(now, self._records))
-        return self._make_lease(key, self.config.rollout.temperature, max(0, self.version - lag))
-
-    def _make_lease(self, key: Key, temperature: float, min_version: int) -> Lease:
-        split: Split = "train" if key.is_training else "eval"
-        prompt = self._environment.prompt(split, key.index)
-        return Lease(
-            lease_id=self.leases.new_id(key),
-            prompt_id=prompt.prompt_id,
-            group_id=prompt.prompt_id,
-            split=split,
-            prompt_index=key.index,
-            task=prompt.task,
-            seed=_seed(self.config.run.seed, key),
-            temperature=temperature,
-            min_version=min_version,
-            evaluation_id=None if key.is_training else key.stream,
-        )
+        return self._lessor.make(key, self.config.rollout.temperature, max(0, self.version - lag))
 
     def _give(self, lease: Lease, peer: bytes, now: float) -> None:
         key = Key(lease.evaluation_id or TRAIN, lease.prompt_index)
@@ -364,7 +339,7 @@ class ControllerState:
         held = self.leases.get(lease_id)
         if held is not None and held.prompt_id is not None:
             return held.prompt_id
-        return self._environment.prompt("train", key.index).prompt_id
+        return self._lessor.prompt(key).prompt_id
 
     def _settle(self, trajectory_id: str) -> None:
         key = parse_lease_id(trajectory_id)
@@ -404,10 +379,3 @@ def _entry(summary: Summary) -> ManifestEntry:
         reward=summary.reward,
         truncated=summary.truncated,
     )
-
-
-def _seed(run_seed: int, key: Key) -> int:
-    """A seed of the episode: the same for a prompt in every run with this seed (31 bits)."""
-    mode = key.stream.rpartition("/")[2]
-    digest = hashlib.blake2b(f"{run_seed}/{mode}/{key.index}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megasao.controller.admission import Admission
 from megasao.controller.batches import BatchBook
 from megasao.controller.leases import Key, make_lease_id, parse_lease_id
+from megasao.controller.lessor import episode_seed
 from megasao.controller.prompts import IndexSet
 from megasao.trajectories.buffer import summarise
 from megasao.trajectories.ledger import Batch, GaveUp, Started
@@ -481,3 +482,11 @@ def test_index_set(indices):
 @given(st.text(max_size=40))
 def test_any_text_is_a_lease_id_or_not(text):
     assert parse_lease_id(text) is None or text.count("-") >= 2
+
+
+def test_the_same_prompt_gets_the_same_seed_and_others_do_not():
+    greedy, later = Key("step-000001/greedy", 5), Key("step-000009/greedy", 5)
+    assert episode_seed(0, greedy) == episode_seed(0, later)
+    others = [Key("step-000001/sampled", 5), Key("train", 5), Key("step-000001/greedy", 6)]
+    seeds = [episode_seed(0, key) for key in (greedy, *others)] + [episode_seed(1, greedy)]
+    assert len(set(seeds)) == 5 and all(0 <= seed < 2**31 for seed in seeds)
