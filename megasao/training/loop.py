@@ -27,7 +27,7 @@ from megasao.training.checkpoint import Progress
 from megasao.training.critic import Critic
 from megasao.training.examples import example_rows
 from megasao.training.metrics import batch_metrics, throughput_metrics
-from megasao.training.source import POLL_SECONDS, BatchSource
+from megasao.training.source import BatchSource, ask
 from megasao.training.step import StepResult, sao_step, timed
 from megasao.transport.client import ControllerClient
 from megasao.transport.messages import (
@@ -129,7 +129,7 @@ class Trainer:
         due = first or final or (every > 0 and self.progress.version > 0 and self.progress.version % every == 0)
         if due and self.topology.rank == 0:
             request = EvaluateRequest(step=self.progress.step, version=self.progress.version, final=final)
-            self.client.request(request, timeout_s=POLL_SECONDS)
+            ask(self.client, request, Status)
 
     def checkpoint_when_due(self, *, final: bool = False) -> None:
         """Save at every multiple of ``every`` steps, and at the end."""
@@ -138,9 +138,7 @@ class Trainer:
             return
         state = None
         if self.topology.rank == 0:
-            reply, _ = self.client.request(StateRequest(step=self.progress.step), timeout_s=POLL_SECONDS)
-            assert isinstance(reply, State), reply
-            state = reply.state
+            state = ask(self.client, StateRequest(step=self.progress.step), State).state
         checkpoint.save(
             self.run,
             self.progress,
@@ -151,7 +149,7 @@ class Trainer:
             keep=self.config.checkpoint.keep,
         )
         if self.topology.rank == 0:
-            self.client.request(CheckpointSaved(step=self.progress.step), timeout_s=POLL_SECONDS)
+            ask(self.client, CheckpointSaved(step=self.progress.step), Status)
 
     def finish(self) -> None:
         """Last checkpoint, last evaluation, the policy as a Hugging Face checkpoint; then stop the run."""
@@ -162,14 +160,13 @@ class Trainer:
         self.topology.barrier()
         if self.topology.rank == 0:
             self.wait_for_evaluations()
-            self.client.request(FinishRequest(reason="all steps are done"), timeout_s=POLL_SECONDS)
+            ask(self.client, FinishRequest(reason="all steps are done"), Status)
 
     def wait_for_evaluations(self) -> None:
         """Wait until every evaluation has ended, at most ``evaluation.timeout_s``; TimeoutError names the open ones."""
         deadline = time.monotonic() + self.config.evaluation.timeout_s
         while True:
-            reply, _ = self.client.request(StatusRequest(), timeout_s=POLL_SECONDS)
-            assert isinstance(reply, Status), reply
+            reply = ask(self.client, StatusRequest(), Status)
             if not reply.open_evaluations:
                 return
             if time.monotonic() > deadline:

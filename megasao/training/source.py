@@ -7,6 +7,7 @@ Invariants:
 
 import time
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -19,6 +20,22 @@ from megasao.transport.messages import BatchRequest, Fetched, FetchRequest, Mani
 
 POLL_SECONDS = 30.0
 """Bound on one exchange with the controller; the whole wait is bounded by ``loop.batch_timeout_s``."""
+
+Reply = TypeVar("Reply")
+
+
+def ask(client: ControllerClient, message: msgspec.Struct, kind: type[Reply]) -> Reply:
+    """One bounded exchange; RuntimeError with the controller's reason if it refuses."""
+    reply, _ = client.request(message, timeout_s=POLL_SECONDS)
+    return expect(reply, kind)
+
+
+def expect(reply: object, kind: type[Reply]) -> Reply:
+    """``reply``, if it is of this kind."""
+    if isinstance(reply, kind):
+        return reply
+    reason = reply.reason if isinstance(reply, Refused) else f"it sent {type(reply).__name__}"
+    raise RuntimeError(f"the controller did not answer with {kind.__name__}: {reason}")
 
 
 @dataclass
@@ -69,6 +86,5 @@ class BatchSource:
 
     def _fetch(self, ids: list[str]) -> list[Trajectory]:
         reply, payload = self.client.request(FetchRequest(trajectory_ids=ids), timeout_s=POLL_SECONDS)
-        if not isinstance(reply, Fetched) or reply.count != len(ids):
-            raise RuntimeError(f"asked the controller for {len(ids)} trajectories, got {reply!r}")
+        expect(reply, Fetched)
         return from_batch(from_ipc(payload))
