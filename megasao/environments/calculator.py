@@ -41,14 +41,14 @@ class CalculatorOptions:
     """Options under ``environment.options``. The last three are habits of the demonstrator, as probabilities."""
 
     seed: int = 0
-    three_operations: float = 0.4
+    three_operations: float = 0.45
     """Share of problems with three operations; the others have two."""
     tool_failure_rate: float = 0.05
     """Probability that the tool answers ``error`` to a good call."""
-    answers_early: float = 0.65
+    answers_early: float = 0.6
     """Problems of two operations, taken for easy, whose demonstration answers with the first result."""
-    ignores_precedence: float = 0.15
-    """Demonstrations that go from left to right whatever the precedence."""
+    ignores_precedence: float = 0.3
+    """Problems of two operations whose demonstration goes from left to right whatever the precedence."""
     two_operations_in_one_call: float = 0.1
     """Demonstrations that first send the tool a call with two operations, and then read the error."""
 

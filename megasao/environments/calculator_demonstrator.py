@@ -18,7 +18,7 @@ PATIENCE = 4
 """Most times that a good call is sent before the demonstrator goes on regardless."""
 
 EASY = 2
-"""Operations of a problem that looks easy enough to answer early."""
+"""Most operations of a problem that looks easy enough to be careless with."""
 
 Operation = tuple[int, str, int, int]
 
@@ -41,10 +41,11 @@ def demonstrate(
     """The demonstrator's turns and the tool's answers; ``respond`` plays the environment."""
     turns: list[DemonstrationTurn] = []
     plan = arithmetic.reductions(expression)
-    early = len(plan) == EASY and generator.random() < habits.answers_early
+    easy = len(plan) <= EASY
+    early = easy and generator.random() < habits.answers_early
     if generator.random() < habits.two_operations_in_one_call:
         _say(f"<call>{_two_operations(expression)}</call>", turns, respond)
-    if generator.random() < habits.ignores_precedence:
+    if easy and generator.random() < habits.ignores_precedence:
         hasty = arithmetic.left_to_right(expression)
         plan = hasty if _reads_no_error(hasty, turns, respond) else plan
     operations = plan[:-1] if early else plan
