@@ -1,13 +1,16 @@
 # Two commands matter: `make demo` and `make test`. Everything is installed into .venv beside this file.
 
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 # Where CUDA is absent a CPU build of torch is enough; pass e.g. TORCH="torch==2.13.0 --index-url ..." to choose one.
 TORCH ?= torch==2.13.0
-DEMO_MODEL := build/laptop_model
+# The demo: another SEED gives another random model, other demonstrations and other rollouts.
+SEED ?= 0
+RUN ?= laptop-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
+DEMO_MODEL := build/laptop_model-$(SEED)
 
-.PHONY: setup demo test test-full lint clean
+.PHONY: setup demo test lint clean
 
 setup: $(VENV)/.ready
 
@@ -19,21 +22,18 @@ $(VENV)/.ready: pyproject.toml setup.py
 	touch $@
 
 $(DEMO_MODEL)/config.json: | setup
-	$(BIN)/python tools/make_laptop_model.py $(DEMO_MODEL)
+	$(BIN)/python tools/make_laptop_model.py $(DEMO_MODEL) --seed $(SEED)
 
 demo: setup $(DEMO_MODEL)/config.json
-	$(BIN)/megasao train configs/laptop.yaml $(ARGS)
+	$(BIN)/megasao train configs/laptop.yaml model.path=$(DEMO_MODEL) run.name=$(RUN) run.seed=$(SEED) $(ARGS)
 
 lint: setup
-	$(BIN)/ruff check megasao tests tools
-	$(BIN)/ruff format --check megasao tests tools
+	$(BIN)/ruff check megasao tests tools benchmarks
+	$(BIN)/ruff format --check megasao tests tools benchmarks
 	$(BIN)/mypy
 
 test: lint
 	$(BIN)/python -m pytest
-
-test-full: test
-	$(BIN)/python -m pytest -m full
 
 clean:
 	rm -rf $(VENV) build runs
