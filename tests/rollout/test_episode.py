@@ -86,11 +86,8 @@ def play(environment, engine, codec, lease=LEASE, **limits):
 
 def test_a_solved_problem_is_recorded_token_for_token(codec):
     environment = CalculatorEnvironment(CalculatorOptions(tool_failure_rate=0.0, three_operations=0.0))
-    demonstration = CalculatorEnvironment(
-        CalculatorOptions(
-            tool_failure_rate=0.0, three_operations=0.0, ignores_precedence=0.0, two_operations_in_one_call=0.0
-        )
-    )
+    careful = {"answers_early": 0.0, "ignores_precedence": 0.0, "two_operations_in_one_call": 0.0}
+    demonstration = CalculatorEnvironment(CalculatorOptions(tool_failure_rate=0.0, three_operations=0.0, **careful))
     turns = demonstration.demonstration(5, 0)
     prompt = Prompt("p", "calculator_2", turns[0].text, {"answer": int(turns[-1].text[8:-9])})
     environment.prompt = lambda split, index: prompt
