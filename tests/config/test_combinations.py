@@ -11,7 +11,7 @@ from megasao.config.load import load_config
 from megasao.config.model_check import check_model
 
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
-BASE = ["loop.steps=160"]
+BASE = ["loop.steps=160", "sft.steps=800"]
 
 CASES = [
     (["loop.batch_size=1"], ["loop.batch_size=2"], "loop.batch_size", "critic cannot learn"),
