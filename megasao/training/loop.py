@@ -157,24 +157,30 @@ class Trainer:
             self.checkpoint_when_due(final=True)
         self.evaluate_when_due(final=True)
         save_hf(self.actor.model, self.run.policy_path(self.config), self.run.final_policy)
-        self.topology.barrier()
+        self.wait_for_evaluations()
         if self.topology.rank == 0:
-            self.wait_for_evaluations()
             ask(self.client, FinishRequest(reason="all steps are done"), Status)
 
     def wait_for_evaluations(self) -> None:
-        """Wait until every evaluation has ended, at most ``evaluation.timeout_s``; TimeoutError names the open ones."""
+        """Wait until every evaluation has ended, at most ``evaluation.timeout_s``; TimeoutError names the open ones.
+
+        The ranks wait together, question by question: one collective over the whole wait could exceed its own bound.
+        """
         deadline = time.monotonic() + self.config.evaluation.timeout_s
-        while True:
-            reply = ask(self.client, StatusRequest(), Status)
-            if not reply.open_evaluations:
-                return
+        while names := self.open_evaluations():
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"evaluations {', '.join(reply.open_evaluations)} did not end within "
+                    f"evaluations {names} did not end within "
                     f"evaluation.timeout_s = {self.config.evaluation.timeout_s:g} s"
                 )
             time.sleep(0.2)
+
+    def open_evaluations(self) -> str:
+        """Names of the evaluations that have not ended, on every rank."""
+        names = None
+        if self.topology.rank == 0:
+            names = ", ".join(ask(self.client, StatusRequest(), Status).open_evaluations).encode()
+        return self.topology.broadcast_bytes(names).decode()
 
     def close(self) -> None:
         """Close this rank's connections and files."""
