@@ -2,6 +2,7 @@
 
 Invariants:
 - the loaded version is published before the first batch is asked for;
+- a step's line is written before its checkpoint: a line may come twice after a crash, and none is missing;
 - a step's batch is fixed by the controller's ledger, so a repeated step after a crash repeats its numbers;
 - version = number of actor updates; the critic's warm-up leaves it at 0.
 """
@@ -57,6 +58,8 @@ class Trainer:
     publisher: WeightPublisher | None
     writer: MetricsWriter | None
     progress: Progress = field(default_factory=Progress)
+    last_checkpoint: dict[str, float | None] = field(default_factory=dict)
+    """Time of the checkpoint before this step, for the step's line."""
 
     def train(self) -> None:
         """Run the configured steps from the latest checkpoint to the end."""
@@ -96,12 +99,13 @@ class Trainer:
             self.write_examples(batch, logprobs, result, step=step, version=version)
         seconds = time.perf_counter() - started
         self.progress = dataclasses.replace(self.progress, seconds=self.progress.seconds + seconds)
-        with timed(metrics, "time/checkpoint"):
-            self.checkpoint_when_due()
         metrics.update(batch_metrics(manifest, version))
-        metrics.update(throughput_metrics(metrics, batch.tokens, time.perf_counter() - started))
+        metrics.update(throughput_metrics(metrics, batch.tokens, seconds))
         if self.writer is not None:
-            self.writer.log(step, {"weight_version": self.progress.version, **metrics})
+            self.writer.log(step, {"weight_version": self.progress.version, **metrics, **self.last_checkpoint})
+        self.last_checkpoint = {}
+        with timed(self.last_checkpoint, "time/checkpoint"):
+            self.checkpoint_when_due()
 
     def write_examples(
         self, batch: Batch, logprobs: list[torch.Tensor], result: StepResult, *, step: int, version: int

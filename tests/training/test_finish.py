@@ -1,4 +1,4 @@
-"""The end of a run: every rank waits for the evaluations, and none in one long collective."""
+"""A step and the end of a run: every step has its line, and no rank waits in one long collective."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 from megasao.config.rollout import EvaluationConfig
+from megasao.training import loop
+from megasao.training.checkpoint import Progress
 from megasao.training.loop import Trainer
-from megasao.transport.messages import Status
+from megasao.training.step import StepResult
+from megasao.transport.messages import Manifest, ManifestEntry, Status
 
 
 class Answers:
@@ -51,3 +54,31 @@ def test_every_question_is_shared_by_all_ranks() -> None:
 def test_evaluations_that_do_not_end_are_named() -> None:
     with pytest.raises(TimeoutError, match=r"evaluations step-000003/greedy did not end.*evaluation\.timeout_s = 0\.1"):
         trainer(0, Answers(["step-000003/greedy"]), [], 0.1).wait_for_evaluations()
+
+
+class Killed(Trainer):
+    """Dies in its checkpoint."""
+
+    def checkpoint_when_due(self, *, final: bool = False) -> None:
+        raise InterruptedError
+
+
+def test_a_step_killed_in_its_checkpoint_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint may be complete already: then nobody writes the line again."""
+    monkeypatch.setattr(loop, "sao_step", lambda *_, **__: StepResult({"critic/loss": 2.0}))
+    manifest = Manifest(1, [ManifestEntry("a", 5, 3, 0, 0, 1.0, False)], {})
+    source = SimpleNamespace(next_manifest=lambda *_: manifest, load=lambda _: SimpleNamespace(tokens=5))
+    lines: list[tuple[int, dict[str, Any]]] = []
+    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "codec", "client", "publisher"))
+    parts |= {
+        "source": source,
+        "writer": SimpleNamespace(log=lambda *line: lines.append(line)),
+        "topology": SimpleNamespace(rank=0),
+        "config": SimpleNamespace(
+            observability=SimpleNamespace(examples_every=10), critic=SimpleNamespace(warmup_steps=9)
+        ),
+    }
+    with pytest.raises(InterruptedError):
+        Killed(**parts, progress=Progress(step=1)).train_step()
+    [(step, line)] = lines
+    assert (step, line["reward/mean"], line["critic/loss"]) == (1, 1.0, 2.0)
