@@ -78,6 +78,12 @@ class SupervisionConfig(Section):
 
     max_restarts: int = Field(3, ge=0, description="Restarts of one role before the run fails.")
     start_timeout_s: float = Field(180.0, gt=0, description="Longest start-up of a role.")
+    hang_timeout_s: float = Field(
+        240.0,
+        gt=0,
+        description="A role that shows no sign of life for this long is killed and restarted; "
+        "longer than its start-up and than the longest training step.",
+    )
     stop_timeout_s: float = Field(20.0, gt=0, description="Grace between a stop request and SIGKILL.")
 
 

@@ -74,6 +74,10 @@ class RunDirectory:
         """Standard output and error of each process."""
         return self.path / "logs"
 
+    def heartbeat(self, role: str) -> Path:
+        """What the process of ``role`` (``trainer-0``, ``rollout-1``, ``controller``) touches while it works."""
+        return self.path / "heartbeats" / role
+
     @property
     def keys(self) -> Path:
         """CURVE keys of this run, readable by its owner only."""

@@ -16,6 +16,7 @@ from typing import Any
 import zmq
 
 from megasao.config import Config
+from megasao.config.lifesign import LifeSign
 from megasao.config.rundir import RunDirectory
 from megasao.controller.intake import Intake
 from megasao.controller.recovery import Opened
@@ -93,6 +94,7 @@ class ControllerServer:
         self._stopped = False
         self._metrics = MetricsWriter(run, "controller", tensorboard=False)
         self._metrics_due = 0.0
+        self._lifesign = LifeSign(run.heartbeat("controller"))
         self._incarnation = f"{config.run.name}-{self.state.generation}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = bind_router(self._context, address, high_water_mark=config.transport.high_water_mark, keys=keys)
@@ -115,6 +117,7 @@ class ControllerServer:
 
     def tick(self) -> None:
         """One round; see the module."""
+        self._lifesign.beat()
         self._socket.poll(POLL_MS)
         now = time.monotonic()
         for _ in range(MAX_MESSAGES_PER_TICK):

@@ -92,6 +92,7 @@ class LocalRun:
             max_restarts=self.config.supervision.max_restarts,
             stop_timeout_s=self.config.supervision.stop_timeout_s,
             straggler_timeout_s=self.config.supervision.start_timeout_s,
+            hang_timeout_s=self.config.supervision.hang_timeout_s,
         )
         supervisor = Supervisor(
             main,

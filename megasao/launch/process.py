@@ -27,6 +27,8 @@ class Role:
     command: list[str]
     log: Path
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    heartbeat: Path | None = None
+    """The file that the role touches while it works; None is not watched."""
 
 
 class Guardian:
@@ -74,6 +76,8 @@ class RoleProcess:
         self.role = role
         self.code: int | None = None
         self._guardian = guardian
+        self._last_beat = -1.0
+        self._alive_at = time.monotonic()
         script = Path(__file__).with_name("child.py")
         with role.log.open("ab") as log:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -101,6 +105,18 @@ class RoleProcess:
             self.code = self._process.wait()
             self._guardian.forget(self.pid)
         return self.code
+
+    def silent_s(self) -> float:
+        """Seconds since its last sign of life, or since its start; 0 for a role that is not watched.
+
+        Counted on this process's own clock from when it saw the file change: a suspended machine hangs nobody.
+        """
+        if self.role.heartbeat is None:
+            return 0.0
+        beat = self.role.heartbeat.stat().st_mtime if self.role.heartbeat.exists() else -1.0
+        if beat != self._last_beat:
+            self._last_beat, self._alive_at = beat, time.monotonic()
+        return time.monotonic() - self._alive_at
 
     def terminate(self) -> None:
         """Ask the role to end."""

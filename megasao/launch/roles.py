@@ -32,16 +32,21 @@ def megasao_command(run: RunDirectory) -> RoleCommand:
     return command
 
 
+def make_role(run: RunDirectory, name: str, command: list[str], environment: Mapping[str, str]) -> Role:
+    """A role with its log and its heartbeat in the run directory."""
+    return Role(name, command, run.logs / f"{name}.log", environment, run.heartbeat(name))
+
+
 def controller_role(run: RunDirectory, config: Config, command: RoleCommand) -> Role:
     """The controller."""
-    return Role("controller", command("controller", 0), run.logs / "controller.log", child_environment(threads=1))
+    return make_role(run, "controller", command("controller", 0), child_environment(threads=1))
 
 
 def rollout_role(run: RunDirectory, config: Config, command: RoleCommand, index: int) -> Role:
     """Rollout worker ``index``."""
     name = f"rollout-{index}"
     environment = child_environment(threads=config.rollout.embedded.threads)
-    return Role(name, command("rollout", index), run.logs / f"{name}.log", environment)
+    return make_role(run, name, command("rollout", index), environment)
 
 
 def trainer_roles(
@@ -59,7 +64,7 @@ def trainer_roles(
             "MASTER_PORT": str(port),
         }
         environment = {**child_environment(threads=1), **world}
-        roles.append(Role(f"{stage}-{rank}", command(stage, rank), run.logs / f"{stage}-{rank}.log", environment))
+        roles.append(make_role(run, f"{stage}-{rank}", command(stage, rank), environment))
     return roles
 
 

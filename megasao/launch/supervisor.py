@@ -5,6 +5,7 @@ A unit is what is restarted together: the controller alone, each rollout worker 
 Invariants:
 - a unit is restarted at most ``max_restarts`` times; the next death fails the run with the end of that role's log;
 - when ``supervise`` returns or raises, no process of any unit is left;
+- a process that shows no sign of life for ``hang_timeout_s`` counts as dead;
 - every stop is bounded: ask, wait, SIGTERM, wait, SIGKILL.
 """
 
@@ -114,6 +115,8 @@ class Limits:
     stop_timeout_s: float
     straggler_timeout_s: float
     """How long other processes of the main unit may run on after the first of them ended."""
+    hang_timeout_s: float
+    """How long a process may show no sign of life."""
 
 
 class Supervisor:
@@ -174,6 +177,8 @@ class Supervisor:
                     self._restart(unit)
             elif unit.failed:
                 self._handle_death(unit, unit.failed)
+            elif hung := [process for process in unit.running if process.silent_s() > self.limits.hang_timeout_s]:
+                self._handle_death(unit, hung)
         if self.main.first_exit_at is not None and now - self.main.first_exit_at > self.limits.straggler_timeout_s:
             self._handle_death(self.main, self.main.running)
         self._on_tick(self.restarts)
@@ -195,6 +200,8 @@ class Supervisor:
         self._report(f"{reason}; restarting {unit.name} ({unit.restarts} of {self.limits.max_restarts})")
 
     def _exit_reason(self, process: RoleProcess) -> str:
+        if process.code is None and process.silent_s() > self.limits.hang_timeout_s:
+            return f"no sign of life for supervision.hang_timeout_s = {self.limits.hang_timeout_s:g} s"
         if process.code is None:
             return f"still running {self.limits.straggler_timeout_s:g} s after another process of its world ended"
         return describe_exit(process.code)

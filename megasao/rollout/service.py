@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from megasao.config import Config
+from megasao.config.lifesign import LifeSign
 from megasao.environments.base import EnvironmentFailure
 from megasao.rollout.engines.base import EngineError
 from megasao.rollout.episode import EpisodeRunner
@@ -56,8 +57,10 @@ class RolloutService:
         train: EpisodeRunner,
         evaluation: EpisodeRunner,
         weights: WeightSource,
+        lifesign: LifeSign,
     ) -> None:
         """``train`` plays on the engine that ``weights`` keeps up to date, ``evaluation`` on an engine of its own."""
+        self._lifesign = lifesign
         self._config = config
         self._link = link
         self._train = train
@@ -174,6 +177,7 @@ class RolloutService:
     # what is sent, once a tick
 
     async def _tick(self) -> None:
+        self._lifesign.beat()
         if len(self._engine_errors) >= MAX_ENGINE_ERRORS:
             raise EngineError(f"{MAX_ENGINE_ERRORS} engine errors in a row, the last: {self._engine_errors[-1]}")
         active = [*self._episodes, *(t.trajectory_id for t in self._finished), *self._link.outbox.lease_ids()]

@@ -10,6 +10,7 @@ import logging
 import zmq.asyncio
 
 from megasao.config import Config
+from megasao.config.lifesign import LifeSign
 from megasao.config.rundir import RunDirectory
 from megasao.environments.encoding import TokenizerCodec
 from megasao.environments.registry import make_environment
@@ -87,7 +88,7 @@ async def _serve(
         heartbeat_s=config.transport.heartbeat_s,
         give_up_after_s=config.supervision.start_timeout_s,
     )
-    service = RolloutService(config, link, train, evaluate, receiver)
+    service = RolloutService(config, link, train, evaluate, receiver, LifeSign(run.heartbeat(peer)))
     try:
         await _together(service, receiver, config.supervision.start_timeout_s)
     finally:

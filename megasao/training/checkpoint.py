@@ -84,12 +84,15 @@ def save(
 
 
 def prune(run: RunDirectory, keep: int) -> None:
-    """Remove all but the ``keep`` newest complete checkpoints, and every incomplete one older than the newest."""
-    complete = sorted(p.parent for p in run.checkpoints.glob(f"step_*/{COMPLETE}"))
-    kept = set(complete[-keep:])
-    for directory in sorted(run.checkpoints.glob("step_*")):
-        if directory not in kept and directory < complete[-1]:
-            shutil.rmtree(directory)
+    """Remove all but the ``keep`` newest complete checkpoints up to the latest.
+
+    What lies beyond the latest belongs to a course of the run that was given up, and goes too.
+    """
+    latest = latest_checkpoint(run)
+    assert latest is not None
+    complete = sorted(p.parent for p in run.checkpoints.glob(f"step_*/{COMPLETE}") if p.parent <= latest)
+    for directory in set(run.checkpoints.glob("step_*")) - set(complete[-keep:]):
+        shutil.rmtree(directory)
 
 
 def restore(run: RunDirectory, actor: Actor, critic: Critic, topology: Topology) -> Progress:

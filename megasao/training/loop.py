@@ -172,6 +172,7 @@ class Trainer:
         """
         deadline = time.monotonic() + self.config.evaluation.timeout_s
         while names := self.open_evaluations():
+            self.source.lifesign.beat()
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"evaluations {names} did not end within "

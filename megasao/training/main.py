@@ -1,6 +1,7 @@
 """One trainer rank as a process: world, roles, client, publisher; then the loop."""
 
 from megasao.config import Config
+from megasao.config.lifesign import LifeSign
 from megasao.config.rundir import RunDirectory
 from megasao.environments.encoding import TokenizerCodec
 from megasao.megatron.runtime import Topology
@@ -52,7 +53,7 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology) -> Trai
         topology=topology,
         actor=Actor.build(path, config, topology),
         critic=Critic.build(path, config, topology),
-        source=BatchSource(client, topology, config),
+        source=BatchSource(client, topology, config, LifeSign(run.heartbeat(f"trainer-{topology.rank}"))),
         client=client,
         codec=TokenizerCodec.from_directory(path),
         publisher=publisher,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megasao.config import Config
+from megasao.config.lifesign import LifeSign
 from megasao.config.rundir import RunDirectory
 from megasao.config.training import SftConfig
 from megasao.environments.demonstrations import Demonstration, demonstration_trajectories
@@ -106,7 +107,9 @@ def fine_tune(
     optimizer = build_optimizer(model, sft.optimizer)
     trajectories = [as_trajectory(d, number) for number, d in enumerate(demonstrations)]
     source = batches(trajectories, sft, config.run.seed)
+    lifesign = LifeSign(run.heartbeat(f"sft-{topology.rank}"))
     for step in range(sft.steps):
+        lifesign.beat()
         started = time.perf_counter()
         batch = pack_trajectories(
             next(source),

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from megasao.config import Config
+from megasao.config.lifesign import LifeSign
 from megasao.megatron.runtime import Topology
 from megasao.training.batch import Batch, pack_manifest
 from megasao.trajectories.schema import Trajectory, from_batch, from_ipc
@@ -45,11 +46,13 @@ class BatchSource:
     client: ControllerClient
     topology: Topology
     config: Config
+    lifesign: LifeSign
 
     def next_manifest(self, step: int, version: int) -> Manifest:
         """The step's manifest, on every rank. TimeoutError after ``loop.batch_timeout_s``, saying what is missing."""
         deadline = time.monotonic() + self.config.loop.batch_timeout_s
         while True:
+            self.lifesign.beat()
             answer = None
             if self.topology.rank == 0:
                 answer = msgspec.msgpack.encode(self._ask(step, version, deadline))

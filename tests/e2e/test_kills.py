@@ -37,6 +37,26 @@ def test_each_role_is_killed_once_and_the_run_ends_right(model: Path, tmp_path: 
         assert role in launcher_log, f"the launcher does not say that {role} was restarted"
 
 
+def test_a_role_that_hangs_is_restarted(model: Path, tmp_path: Path) -> None:
+    """SIGSTOP: alive for the kernel, silent for everyone else. Nobody would ever hear of it but by its heartbeat."""
+    total = 8
+    config = runs.write_config(
+        tmp_path / "config.yaml",
+        model,
+        loop={"steps": total, "batch_size": 8},
+        supervision={"hang_timeout_s": 60.0},
+    )
+    process = runs.start(config)
+    run = runs.directory(config)
+    runs.wait_until(lambda: len(runs.steps(run)) >= 3, process, config)
+    hung = runs.role_process(process, "rollout")
+    assert hung is not None
+    hung.send_signal(signal.SIGSTOP)
+    runs.finish(process, config)
+    runs.check_books(run, total)
+    assert "rollout-0: no sign of life" in (run.logs / "launcher.log").read_text(encoding="utf-8")
+
+
 def test_everything_is_killed_at_once_and_resumed(model: Path, tmp_path: Path) -> None:
     total = 8
     config = runs.write_config(tmp_path / "config.yaml", model, loop={"steps": total, "batch_size": 8})

@@ -26,7 +26,7 @@ class Stage:
 
     def __init__(self, directory: Path, *, max_restarts: int = 3, stop_timeout_s: float = 5.0) -> None:
         self.directory = directory
-        self.limits = Limits(max_restarts, stop_timeout_s, straggler_timeout_s=2.0)
+        self.limits = Limits(max_restarts, stop_timeout_s, straggler_timeout_s=2.0, hang_timeout_s=2.0)
         self.signals = StopSignals()
         self.reports: list[str] = []
         self.actions: list[tuple[Callable[[], object], Callable[[], object]]] = []
@@ -37,8 +37,9 @@ class Stage:
         """A unit with one process per script."""
         return Unit(name, lambda: [self.role(f"{name}-{i}", script) for i, script in enumerate(scripts)])
 
-    def role(self, name: str, script: str) -> Role:
-        return Role(name, [sys.executable, "-S", "-c", script], self.directory / f"{name}.log")
+    def role(self, name: str, script: str, heartbeat: Path | None = None) -> Role:
+        command = [sys.executable, "-S", "-c", script]
+        return Role(name, command, self.directory / f"{name}.log", heartbeat=heartbeat)
 
     def log(self, name: str) -> str:
         path = self.directory / f"{name}.log"
@@ -163,6 +164,25 @@ def test_a_rank_that_never_ends_is_noticed(tmp_path: Path) -> None:
     stage = Stage(tmp_path, max_restarts=0)
     with pytest.raises(RoleFailed, match="main-1: still running 2 s after another process of its world ended"):
         stage.run(stage.unit("main", "pass", FOREVER))
+
+
+def test_a_silent_service_is_restarted_and_one_that_beats_is_not(tmp_path: Path) -> None:
+    """The first life of ``hung`` stops beating; ``busy`` beats on, and the main role waits for the second life."""
+    stage = Stage(tmp_path)
+    beats = "import pathlib\nwhile True:\n    pathlib.Path({path!r}).touch(); time.sleep(0.1)\n    {leave}\n"
+    roles = {}
+    for name, leave in (("hung", "if n == 1: time.sleep(600)"), ("busy", "pass")):
+        path = tmp_path / f"{name}.beat"
+        script = counting(tmp_path, name, beats.format(path=str(path), leave=leave))
+        roles[name] = stage.role(name, script, path)
+    seen = tmp_path / "hung.count"
+    second_life = f"os.path.exists({str(seen)!r}) and open({str(seen)!r}).read() == '2'"
+    wait = f"import os, time\nwhile not ({second_life}): time.sleep(0.05)"
+    services = [Unit(name, lambda role=role: [role]) for name, role in roles.items()]
+    assert stage.run(stage.unit("main", wait), *services) == "finished"
+    assert stage.supervisor is not None
+    assert stage.supervisor.restarts == {"hung": 1, "busy": 0, "main": 0}
+    assert any("hung: no sign of life for supervision.hang_timeout_s = 2 s" in report for report in stage.reports)
 
 
 def test_services_that_do_not_end_are_ended_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

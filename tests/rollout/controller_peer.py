@@ -3,12 +3,15 @@
 import asyncio
 import socket
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import zmq.asyncio
 from scripted_engine import ScriptedEngine
 
 from megasao.config import Config
+from megasao.config.lifesign import LifeSign
 from megasao.rollout.episode import EpisodeRunner
 from megasao.rollout.link import ControllerLink
 from megasao.rollout.service import RolloutService
@@ -162,7 +165,8 @@ async def bench(environment, codec, script, *, weights=True, settings=None):
         dealer, peer.address, "rollout-0", heartbeat_s=0.1, give_up_after_s=settings.supervision.start_timeout_s
     )
     runners = [EpisodeRunner.build(environment, engine, codec, settings.environment) for engine in engines]
-    service = RolloutService(settings, link, *runners, receiver)
+    directory = TemporaryDirectory()
+    service = RolloutService(settings, link, *runners, receiver, LifeSign(Path(directory.name) / "beat"))
     receiving = asyncio.create_task(receiver.run())
     made = Bench(peer, context, publisher, *engines, service, asyncio.create_task(service.run()))
     try:

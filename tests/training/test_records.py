@@ -101,10 +101,21 @@ def test_the_newest_complete_checkpoints_stay(tmp_path: Path) -> None:
         directory.mkdir(parents=True)
         if complete:
             (directory / "COMPLETE").touch()
-    prune(run, keep=2)
-    assert [path.name for path in sorted(run.checkpoints.iterdir())] == ["step_000006", "step_000008", "step_000010"]
-    (run.checkpoints / "latest").write_text("step_000008")
-    assert latest_checkpoint(run) == run.checkpoints / "step_000008"
     (run.checkpoints / "latest").write_text("step_000010")
     with pytest.raises(ValueError, match="step_000010, which is not a complete checkpoint"):
         latest_checkpoint(run)
+    (run.checkpoints / "latest").write_text("step_000008")
+    assert latest_checkpoint(run) == run.checkpoints / "step_000008"
+    prune(run, keep=2)
+    assert sorted(p.name for p in run.checkpoints.glob("step_*")) == ["step_000006", "step_000008"]
+
+
+def test_after_going_back_the_new_checkpoint_stays_and_the_abandoned_future_goes(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for step in (2, 4, 6):
+        directory = run.checkpoints / f"step_{step:06d}"
+        directory.mkdir(parents=True)
+        (directory / "COMPLETE").touch()
+    (run.checkpoints / "latest").write_text("step_000004")
+    prune(run, keep=1)
+    assert sorted(p.name for p in run.checkpoints.glob("step_*")) == ["step_000004"]
