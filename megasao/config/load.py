@@ -95,13 +95,18 @@ def _explain(error: ValidationError, document: Document) -> list[Problem]:
             unknown.append(path)
         elif details["type"] == "missing":
             missing.append(path)
+        elif details["type"] == "union_tag_invalid":
+            expected = details["ctx"]["expected_tags"].replace("'", "")
+            problems.setdefault((*path, "name"), []).append(
+                f"expected one of {expected}, got {details['ctx']['tag']!r}"
+            )
         elif isinstance(cause := details.get("ctx", {}).get("error"), CombinationError):
             found.extend(document.problem(tuple(problem.path.split(".")), problem.reason) for problem in cause.problems)
         else:
             problems.setdefault(path, []).append(_reason(details))
-    suggestions = {path: suggest(Config, path) for path in unknown}
+    suggestions = {path: suggest(Config, path, document.data) for path in unknown}
     meant = {name for names in suggestions.values() for name in names}
-    found.extend(document.problem(path, _unknown(path, names)) for path, names in suggestions.items())
+    found.extend(document.problem(path, _unknown(path, names, document.data)) for path, names in suggestions.items())
     found.extend(document.problem(path, _missing(path)) for path in missing if dotted(path) not in meant)
     found.extend(document.problem(path, " or ".join(dict.fromkeys(reasons))) for path, reasons in problems.items())
     return found
@@ -121,10 +126,10 @@ def _written_path(loc: Sequence[str | int], data: Any, *, missing: bool) -> KeyP
     return tuple(path)
 
 
-def _unknown(path: KeyPath, names: list[str]) -> str:
+def _unknown(path: KeyPath, names: list[str], data: Any) -> str:
     if names:
         return f"unknown key; did you mean {' or '.join(names)}?"
-    keys = keys_at(Config, path[:-1])
+    keys = keys_at(Config, path[:-1], data)
     section = dotted(path[:-1]) or "the top level"
     return f"unknown key; {section} has the keys {', '.join(keys)}"
 

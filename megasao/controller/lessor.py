@@ -17,6 +17,7 @@ class Lessor:
 
     def __init__(self, config: Config, environment: Environment, leases: LeaseBook) -> None:
         self._seed = config.run.seed
+        self._want_logprobs = config.wants_logprobs
         self._environment = environment
         self._leases = leases
 
@@ -39,6 +40,7 @@ class Lessor:
             temperature=temperature,
             min_version=min_version,
             evaluation_id=None if key.is_training else key.stream,
+            want_logprobs=key.is_training and self._want_logprobs,
         )
 
 

@@ -145,7 +145,7 @@ class ControllerState:
             return DUPLICATE
         if summary.prompt_id != self._prompt_id(summary.trajectory_id, key):
             return f"prompt_id: {summary.prompt_id!r} is not the prompt of the lease"
-        if not summary.has_logprobs:
+        if self.config.wants_logprobs and not summary.has_logprobs:
             return "rollout_logprobs: null, and the objective needs them"
         if summary.tokens > self.config.environment.max_tokens:
             limit = self.config.environment.max_tokens
@@ -378,4 +378,7 @@ def _entry(summary: Summary) -> ManifestEntry:
         newest_version=summary.newest_version,
         reward=summary.reward,
         truncated=summary.truncated,
+        prompt_id=summary.prompt_id,
+        group_id=summary.group_id,
+        task=summary.task,
     )

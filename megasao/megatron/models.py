@@ -83,7 +83,7 @@ def build_model(role: Role, path: Path, config: Config, *, load: bool = True) ->
     hf_config = read_hf_config(path)
     transformer_config = make_transformer_config(hf_config, config.model, config.parallel)
     gpt = _build_gpt(role, hf_config, transformer_config, config)
-    if role == "critic" and config.critic.freeze_attention:
+    if role == "critic" and config.value_model.freeze_attention:
         freeze_all_but_ffn_and_head(gpt)
     model = MegatronModel(role, [_wrap(gpt, transformer_config)], transformer_config, hf_config)
     if load:
@@ -251,7 +251,7 @@ def _build_gpt(role: Role, hf_config: dict[str, Any], config: TransformerConfig,
         rotary_base=rope_theta(hf_config),
     )
     if role == "critic" and gpt.post_process:
-        gpt.output_layer = ValueHead(config, run.critic.head_bias)
+        gpt.output_layer = ValueHead(config, run.value_model.head_bias)
     return gpt
 
 

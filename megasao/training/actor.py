@@ -46,7 +46,7 @@ class Actor:
         """One optimizer step. ``advantages``: float32 [T] per row. Returns metrics over the whole step."""
         objective = make_objective(self.config.algorithm.objective)
         denominator = self._denominator(batch, advantages, objective)
-        total_steps = max(1, self.config.loop.steps - self.config.critic.warmup_steps)
+        total_steps = max(1, self.config.loop.steps - self.config.warmup_steps)
         rate = learning_rate(self.config.actor.optimizer, actor_step, total_steps)
 
         def loss(index: int, logprobs: torch.Tensor) -> tuple[torch.Tensor, Stats]:
@@ -70,10 +70,23 @@ class Actor:
         row = batch.rows[index]
         return PolicyInputs(
             logprobs=logprobs,
-            rollout_logprobs=row.rollout_logprobs,
+            rollout_logprobs=row.rollout_logprobs if self.config.wants_logprobs else None,
             advantages=advantages[index],
             action_mask=row.action_mask,
+            cu_seqlens=row.row.cu_seqlens,
         )
+
+    def kept(
+        self, batch: Batch, advantages: Sequence[torch.Tensor], logprobs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """bool [T] per row: the action tokens that may carry gradient at these ``logprobs``, float32 [T] per row."""
+        objective = make_objective(self.config.algorithm.objective)
+        return [objective.kept(self._inputs(batch, advantages, index, values)) for index, values in enumerate(logprobs)]
+
+    def pushed(self) -> None:
+        """The weights were sent to the engines."""
+        if self.config.actor.reset_optimizer:
+            self.optimizer.reset()
 
     def _denominator(self, batch: Batch, advantages: Sequence[torch.Tensor], objective: Objective) -> float:
         """The step's global denominator; ``accepted_tokens`` costs a forward pass to count them."""

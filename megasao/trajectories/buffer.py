@@ -20,6 +20,7 @@ class Summary:
 
     trajectory_id: str
     prompt_id: str
+    group_id: str
     task: str
     tokens: int
     action_tokens: int
@@ -93,6 +94,7 @@ def _summary(row: pa.RecordBatch) -> Summary:
     return Summary(
         trajectory_id=value("trajectory_id"),
         prompt_id=value("prompt_id"),
+        group_id=value("group_id"),
         task=value("task"),
         tokens=len(mask),
         action_tokens=int(mask.sum()),

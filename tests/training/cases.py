@@ -1,6 +1,7 @@
 """What test worlds run for the training step: JSON payload in, JSON out; tensors go to ``payload["out"]``."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megasao.megatron.models import MegatronModel
 from megasao.training.actor import Actor
 from megasao.training.batch import Batch, pack_trajectories
 from megasao.training.critic import Critic
+from megasao.training.estimator import Estimator
 from megasao.training.step import sao_step
 from megasao.trajectories.schema import Trajectory
 
@@ -53,6 +55,11 @@ def trajectories(step: int, count: int = 13) -> list[Trajectory]:
     return [trajectory(number, generator) for number in range(count)]
 
 
+def grouped(rows: list[Trajectory], size: int) -> list[Trajectory]:
+    """The same in groups of ``size``, side by side."""
+    return [replace(row, group_id=f"g{number // size}") for number, row in enumerate(rows)]
+
+
 def sao_steps(payload: Payload) -> Any:
     """Whole SAO steps under a layout: metrics of each; weights at the end and gradients of the last to files.
 
@@ -61,20 +68,22 @@ def sao_steps(payload: Payload) -> Any:
     config = sao_config(payload)
     topology = runtime.set_layout(config.parallel, seed=1)
     actor = Actor.build(Path(payload["path"]), config, topology)
-    critic = Critic.build(Path(payload["path"]), config, topology)
+    critic = Critic.build(Path(payload["path"]), config, topology) if config.critic is not None else None
+    estimator = Estimator(config.algorithm, topology.all_reduce_data)
     metrics = []
     for step in range(payload["steps"]):
         batch = pack_trajectories(
-            trajectories(step),
+            grouped(trajectories(step, payload.get("count", 13)), payload.get("group_size", 1)),
             data_rank=topology.data_rank,
             data_size=topology.data_size,
             token_budget=payload.get("token_budget", 4096),
         )
         if payload.get("mutation") == "local_denominator":
             batch = _local_denominator(batch)
-        result = sao_step(actor, critic, batch, step=step, config=config)
+        result = sao_step(actor, critic, estimator, batch, step=step, config=config)
         metrics.append({name: value for name, value in result.metrics.items() if not name.startswith("time/")})
-    for role, model in (("actor", actor.model), ("critic", critic.model)):
+    models = {"actor": actor.model} | ({"critic": critic.model} if critic is not None else {})
+    for role, model in models.items():
         _write(payload, f"{role}-weights", export_hf(model))
         _write(payload, f"{role}-gradients", _gradients(model))
     return metrics
@@ -82,7 +91,7 @@ def sao_steps(payload: Payload) -> Any:
 
 def _local_denominator(batch: Batch) -> Batch:
     local = sum(int(row.action_mask.sum()) for row in batch.rows)
-    return Batch(rows=batch.rows, action_tokens=local, sequences=batch.sequences, tokens=batch.tokens)
+    return replace(batch, action_tokens=local)
 
 
 def _gradients(model: MegatronModel) -> dict[str, torch.Tensor]:
