@@ -1,12 +1,13 @@
-"""Which training prompt comes next. Pure.
+"""Which training rollout comes next, by index (with groups several are of one prompt: see ``groups``). Pure.
 
 Invariants:
-- every index is settled once: journaled, or given up after ``max_attempts`` failures;
+- every index is settled once: journaled, or given up after ``max_attempts`` failures or with its group;
+- the lowest index comes first, so that groups are not left half begun;
 - indices are durable in blocks before they are leased (``Reserved``), so that after a restart every index below the
   reservation is settled or comes again: none is skipped, none is used twice.
 """
 
-from collections import deque
+from bisect import insort
 
 from megasao.trajectories.ledger import Failed, GaveUp, Record, Reserved
 
@@ -42,7 +43,7 @@ class PromptSource:
         self._max_attempts = max_attempts
         self._cursor = 0
         self._reserved = 0
-        self._again: deque[int] = deque()
+        self._again: list[int] = []
         self._orphans: set[int] = set()
         self._orphans_due = 0.0
         self._failures: dict[int, int] = {}
@@ -70,10 +71,11 @@ class PromptSource:
     def take(self, now: float, records: list[Record]) -> int:
         """The next prompt to lease; adds to ``records`` what must be durable before it is."""
         if self._orphans and now >= self._orphans_due:
-            self._again.extendleft(sorted(self._orphans, reverse=True))
+            for index in self._orphans:
+                insort(self._again, index)
             self._orphans = set()
         while self._again:
-            index = self._again.popleft()
+            index = self._again.pop(0)
             if index not in self._settled:
                 return index
         if self._cursor == self._reserved:
@@ -85,7 +87,7 @@ class PromptSource:
     def give_back(self, index: int) -> None:
         """Its lease ended without result, through no fault of the prompt."""
         if index not in self._settled:
-            self._again.append(index)
+            insort(self._again, index)
 
     def fail(self, index: int, reason: str, records: list[Record]) -> bool:
         """An attempt failed; whether the prompt is given up now."""
@@ -94,11 +96,15 @@ class PromptSource:
         records.append(Failed(index, reason))
         failures = self._failures[index] = self._failures.get(index, 0) + 1
         if failures < self._max_attempts:
-            self._again.append(index)
+            insort(self._again, index)
             return False
+        self.give_up(index, reason, records)
+        return True
+
+    def give_up(self, index: int, reason: str, records: list[Record]) -> None:
+        """The prompt will not be tried again."""
         records.append(GaveUp(index, reason))
         self.settle(index)
-        return True
 
     def adopt(self, index: int) -> bool:
         """A worker says it is at work on this prompt; True if it was on nobody's lease and is still wanted."""

