@@ -11,7 +11,9 @@ from safetensors.torch import save_file
 from megasao.config import Config
 from megasao.megatron import runtime
 from megasao.megatron.bridge import export_hf, export_tensors
+from megasao.megatron.checkpoint import load_model, save_model
 from megasao.megatron.models import MegatronModel
+from megasao.megatron.optimizer import build_optimizer
 from megasao.training.actor import Actor
 from megasao.training.batch import Batch, pack_trajectories
 from megasao.training.critic import Critic
@@ -115,3 +117,27 @@ def sao_config(payload: Payload) -> Config:
         "parallel": {"ranks": 1},
     }
     return Config.model_validate({**config, **payload.get("settings", {})})
+
+
+def optimizer_after_pushes(payload: Payload) -> Any:
+    """Two actor updates with a push after each; then a checkpoint is saved and loaded, and a third update made.
+
+    ``rebuild`` makes a new optimizer after each push instead of telling the actor of it.
+    """
+    config = sao_config(payload)
+    topology = runtime.set_layout(config.parallel, seed=1)
+    actor = Actor.build(Path(payload["path"]), config, topology)
+    for step in range(3):
+        rows = trajectories(step)
+        batch = pack_trajectories(rows, data_rank=topology.data_rank, data_size=topology.data_size, token_budget=4096)
+        advantages = [torch.where(row.action_mask, 1.0, 0.0) for row in batch.rows]
+        actor.update(batch, advantages, actor_step=step)
+        if payload.get("rebuild"):
+            actor.optimizer = build_optimizer(actor.model, config.actor.optimizer)
+        else:
+            actor.pushed()
+        directory = Path(payload["out"]) / f"checkpoint-{step}"
+        save_model(actor.model, actor.optimizer, directory)
+        load_model(actor.model, actor.optimizer, directory)
+    _write(payload, "actor-weights", export_hf(actor.model))
+    return actor.optimizer.updates()

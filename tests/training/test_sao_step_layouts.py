@@ -145,3 +145,20 @@ def test_every_algorithm_is_the_same_on_two_ranks_in_short_rows(name: str, check
         # Adam turns rounding of gradients near 0 into steps: weights only show that nothing went another way.
         scale = max(float(tensor.abs().max()) for tensor in tensors.values()) if "gradients" in name else 1.0
         assert difference(got.tensors[name], tensors) < 1e-4 * scale, name
+
+
+def pushes(checkpoint: Path, out: Path, reset: bool, **payload: Any) -> tuple[dict[str, torch.Tensor], int]:
+    out.mkdir()
+    actor = {"optimizer": {"lr": 1e-3}, "reset_optimizer": reset}
+    whole = {"path": str(checkpoint), "out": str(out), "settings": {"actor": actor}, **payload}
+    [updates] = run_world(1, "tests.training.cases:optimizer_after_pushes", whole)
+    return load_file(out / "actor-weights.safetensors"), updates
+
+
+def test_the_optimizer_is_reset_after_each_push_if_asked(checkpoint: Path, tmp_path: Path) -> None:
+    """It is then as a new one each time; also through a checkpoint. Not asked for, it goes on."""
+    expected, _ = pushes(checkpoint, tmp_path / "rebuilt", False, rebuild=True)
+    got, updates = pushes(checkpoint, tmp_path / "reset", True)
+    assert updates == 0 and difference(got, expected) == 0
+    other, updates = pushes(checkpoint, tmp_path / "kept", False)
+    assert updates == 3 and difference(other, expected) > 1e-4
