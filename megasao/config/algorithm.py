@@ -151,6 +151,19 @@ AdvantagesConfig = Annotated[
 ]
 
 
+class KlConfig(Section):
+    """A penalty on the distance from the policy that the run started from, which is kept as a frozen copy."""
+
+    coefficient: float = Field(
+        0.0,
+        ge=0,
+        description="Times the mean KL estimate of the step's action tokens, nats; 0 is off: no copy is kept.",
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="d = log p - log p_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d."
+    )
+
+
 class AlgorithmConfig(Section):
     """What is optimised, and what the sums are divided by."""
 
@@ -164,6 +177,7 @@ class AlgorithmConfig(Section):
     whiten: bool = Field(
         False, description="Bring the advantages of a step's action tokens, over all ranks, to mean 0 and variance 1."
     )
+    kl: KlConfig = Field(default_factory=KlConfig, description="Distance from the starting policy.")
     allow_uncorrected: bool = Field(
         False, description="Permit ppo_clip on asynchronous rollouts, whose ratio it bounds on one side only."
     )

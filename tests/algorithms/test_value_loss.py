@@ -140,7 +140,7 @@ def test_value_clipping_by_definition() -> None:
     loss, stats = value_loss(leaf, returns, mask, denominator=1.0, clip=(old, 0.2))
     loss.backward()
     # moved from 0 to 1 towards 2: clipped to .2; moved past .5: the unclipped error is larger; moved by .1: free
-    assert float(loss) == pytest.approx(1.8**2 + 0.5**2 + 1.9**2)
+    assert float(loss.detach()) == pytest.approx(1.8**2 + 0.5**2 + 1.9**2)
     torch.testing.assert_close(leaf.grad, torch.tensor([0.0, 2 * 0.5, -2 * 1.9, 0.0]))
     plain = value_loss(values, returns, mask, denominator=1.0)
     assert float(plain[0]) == pytest.approx(1.0 + 0.5**2 + 1.9**2)

@@ -107,6 +107,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gpg whitened": {"objective": {"name": "gpg"}, "advantages": {"name": "group"}, "whiten": True},
     "asympo": {"objective": {"name": "asympo"}, "advantages": {"name": "group"}, "denominator": "sequences"},
     "spo": {"objective": {"name": "spo"}, "advantages": {"name": "running_mean"}, "denominator": "sequences"},
+    "kl": {"objective": {"name": "dis", "eps_low": 0.8}, "kl": {"coefficient": 0.5}},
     "accepted": {"objective": {"name": "dis", "eps_low": 0.8}, "denominator": "accepted_tokens"},
 }
 
@@ -136,6 +137,14 @@ def test_every_algorithm_is_the_same_on_two_ranks_in_short_rows(name: str, check
         for metric in ("actor/loss", "actor/grad_norm", "actor/positive_nll", "actor/negative_loss"):
             assert got.metrics[step][metric] == pytest.approx(expected.metrics[step][metric], rel=1e-5, abs=2e-6)
     assert ("critic/loss" in expected.metrics[0]) == (ALGORITHMS[name].get("advantages") is None)
+    if name == "kl":
+        distances = [metrics["actor/kl_reference"] for metrics in got.metrics]
+        assert distances[0] == pytest.approx(0, abs=1e-6) and distances[1] > 1e-5
+        assert distances == pytest.approx(
+            [metrics["actor/kl_reference"] for metrics in expected.metrics], rel=1e-4, abs=1e-6
+        )
+    else:
+        assert "actor/kl_reference" not in got.metrics[0]
     if name == "asympo":
         assert all(abs(metrics["actor/loss"]) < 1e-6 for metrics in got.metrics)
         assert "actor/ratio_mean" not in got.metrics[0]
