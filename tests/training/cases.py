@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from megasao.config import Config
+from megasao.config.load import load_config
 from megasao.megatron import runtime
 from megasao.megatron.bridge import export_hf, export_tensors
 from megasao.megatron.checkpoint import load_model, save_model
@@ -141,3 +142,27 @@ def optimizer_after_pushes(payload: Payload) -> Any:
         load_model(actor.model, actor.optimizer, directory)
     _write(payload, "actor-weights", export_hf(actor.model))
     return actor.optimizer.updates()
+
+
+def preset_steps(payload: Payload) -> Any:
+    """Three steps of each preset on one process: the metrics of the last, by preset."""
+    configs = Path(__file__).parents[2] / "configs"
+    results = {}
+    for name in payload["presets"]:
+        changes = [str(configs / "algorithms" / f"{name}.yaml"), f"model.path={payload['path']}", "parallel.ranks=1"]
+        config = load_config(configs / "laptop.yaml", [*changes, "loop.batch_size=16"])
+        if config.critic is not None:
+            config = load_config(configs / "laptop.yaml", [*changes, "loop.batch_size=16", "critic.warmup_steps=0"])
+        topology = runtime.set_layout(config.parallel, seed=1)
+        actor = Actor.build(Path(payload["path"]), config, topology)
+        critic = Critic.build(Path(payload["path"]), config, topology) if config.critic is not None else None
+        estimator = Estimator(config.algorithm, topology.all_reduce_data)
+        for step in range(3):
+            rows = grouped(trajectories(step, 16), config.loop.group_size)
+            if not config.wants_logprobs:
+                rows = [replace(row, rollout_logprobs=None) for row in rows]
+            batch = pack_trajectories(rows, data_rank=0, data_size=1, token_budget=4096)
+            result = sao_step(actor, critic, estimator, batch, step=step, config=config)
+        results[name] = {key: value for key, value in result.metrics.items() if not key.startswith("time/")}
+        runtime.clear_layout()
+    return results
