@@ -78,11 +78,13 @@ class PromptSource:
             index = self._again.pop(0)
             if index not in self._settled:
                 return index
-        if self._cursor == self._reserved:
-            self._reserved += _BLOCK
-            records.append(Reserved(self._reserved))
-        self._cursor += 1
-        return self._cursor - 1
+        while True:
+            if self._cursor == self._reserved:
+                self._reserved += _BLOCK
+                records.append(Reserved(self._reserved))
+            self._cursor += 1
+            if self._cursor - 1 not in self._settled:  # it may have been given up with its group, untouched
+                return self._cursor - 1
 
     def give_back(self, index: int) -> None:
         """Its lease ended without result, through no fault of the prompt."""

@@ -127,6 +127,16 @@ def test_drop_buries_the_rest_of_the_group_with_reasons():
     assert {entry.group_id for entry in manifest.entries} == {"group-000001", "group-000002"}
 
 
+def test_rollouts_of_a_dead_group_that_were_never_leased_never_are():
+    state = ready(group_config(), free=1)
+    [first] = granted(state, 0.0)
+    fail_for_good(state, first)
+    state.credit(A, 1, 0, 0.0)
+    leases = [held for held in state.leases.all()] or granted(state, 0.0)
+    assert [lease.lease_id.split("-")[1] for lease in leases] == ["000003"]
+    assert all(state.prompts.is_settled(index) for index in range(3))
+
+
 def test_shrink_goes_on_with_what_is_left():
     state = ready(group_config(partial_groups="shrink"))
     leases = granted(state, 0.0)
