@@ -2,12 +2,13 @@
 
 Invariants:
 - every index is settled once: journaled, or given up after ``max_attempts`` failures or with its group;
-- the lowest index comes first, so that groups are not left half begun;
+- begun groups come first, then the lowest index;
 - indices are durable in blocks before they are leased (``Reserved``), so that after a restart every index below the
   reservation is settled or comes again: none is skipped, none is used twice.
 """
 
 from bisect import insort
+from collections.abc import Callable
 
 from megasao.trajectories.ledger import Failed, GaveUp, Record, Reserved
 
@@ -68,23 +69,41 @@ class PromptSource:
 
     # use
 
-    def take(self, now: float, records: list[Record]) -> int:
-        """The next prompt to lease; adds to ``records`` what must be durable before it is."""
+    def take(
+        self,
+        now: float,
+        records: list[Record],
+        *,
+        begun: Callable[[int], bool] = lambda index: False,
+        may_begin: bool = True,
+    ) -> int | None:
+        """The next rollout to lease; adds to ``records`` what must be durable before it is.
+
+        One whose group is ``begun`` comes first; another only if a new group ``may_begin``, else None.
+        """
+        self._wake_orphans(now)
+        self._again = [index for index in self._again if index not in self._settled]
+        while self._cursor in self._settled:  # given up with its group, untouched
+            self._cursor += 1
+        waiting = next((index for index in self._again if begun(index)), None)
+        if waiting is None and not begun(self._cursor):
+            if not may_begin:
+                return None
+            waiting = self._again[0] if self._again else None
+        if waiting is not None:
+            self._again.remove(waiting)
+            return waiting
+        while self._cursor >= self._reserved:
+            self._reserved += _BLOCK
+            records.append(Reserved(self._reserved))
+        self._cursor += 1
+        return self._cursor - 1
+
+    def _wake_orphans(self, now: float) -> None:
         if self._orphans and now >= self._orphans_due:
             for index in self._orphans:
                 insort(self._again, index)
             self._orphans = set()
-        while self._again:
-            index = self._again.pop(0)
-            if index not in self._settled:
-                return index
-        while True:
-            if self._cursor == self._reserved:
-                self._reserved += _BLOCK
-                records.append(Reserved(self._reserved))
-            self._cursor += 1
-            if self._cursor - 1 not in self._settled:  # it may have been given up with its group, untouched
-                return self._cursor - 1
 
     def give_back(self, index: int) -> None:
         """Its lease ended without result, through no fault of the prompt."""

@@ -10,6 +10,7 @@ Invariants:
 
 import time as wall
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megasao.config import Config
@@ -27,6 +28,24 @@ from megasao.trajectories.ledger import Batch, Dropped, EvaluationStarted, Faile
 from megasao.transport.messages import EvaluationResult, Lease, Manifest, ManifestEntry, Waiting
 
 DUPLICATE = "duplicate"
+
+
+@dataclass
+class TrainingRoom:
+    """Leases that may be given: ``lacking`` rollouts of ``begun`` groups, and ``new_groups`` whole ones."""
+
+    begun: set[str]
+    lacking: int
+    new_groups: int
+
+    def take(self, group: str, size: int) -> None:
+        """A rollout of ``group`` is leased."""
+        if group in self.begun:
+            self.lacking -= 1
+        else:
+            self.begun.add(group)
+            self.new_groups -= 1
+            self.lacking += size - 1
 
 
 class ControllerState:
@@ -234,16 +253,15 @@ class ControllerState:
     def grant(self, now: float) -> dict[bytes, list[Lease]]:
         """New leases by worker: evaluations first, then training, spread over the workers with room."""
         granted: dict[bytes, list[Lease]] = {}
-        training = self.training_room()
+        room = self._training_room()
         rooms = {peer: self._room(peer) for peer in self.workers.peers}
         while rooms:
-            for peer in [peer for peer, room in rooms.items() if room == 0]:
+            for peer in [peer for peer, free in rooms.items() if free == 0]:
                 del rooms[peer]
             for peer in rooms:
-                lease = self._next_lease(training, now)
+                lease = self._next_lease(room, now)
                 if lease is None:
                     return granted
-                training -= lease.split == TRAIN
                 rooms[peer] -= 1
                 self._give(lease, peer, now)
                 granted.setdefault(peer, []).append(lease)
@@ -251,14 +269,18 @@ class ControllerState:
 
     def training_room(self) -> int:
         """How many more training leases may be given now: what begun groups still lack, and whole new groups."""
+        room = self._training_room()
+        return room.lacking + room.new_groups * self.groups.size
+
+    def _training_room(self) -> "TrainingRoom":
         if not self._training:
-            return 0
+            return TrainingRoom(set(), 0, 0)
         begun = self._begun_groups()
         lacking = sum(self.groups.expected(group) - number for group, number in begun.items())
         leased = self.leases.training + lacking
         waiting, nbytes = len(self.batches.buffer), self.batches.buffer.nbytes
         room = self.admission.room(waiting=waiting, waiting_bytes=nbytes, leased=leased) // self.groups.size
-        return lacking + max(0, min(room, self._groups_needed() - len(begun))) * self.groups.size
+        return TrainingRoom(set(begun), lacking, max(0, min(room, self._groups_needed() - len(begun))))
 
     def _begun_groups(self) -> dict[str, int]:
         """How many trajectories of each group wait or are on lease."""
@@ -333,20 +355,35 @@ class ControllerState:
             return 0
         return max(0, min(worker.free, self.config.rollout.concurrency - self.leases.count(peer)))
 
-    def _next_lease(self, training_room: int, now: float) -> Lease | None:
+    def _next_lease(self, room: "TrainingRoom", now: float) -> Lease | None:
         problem = self.evaluations.take(self.version)
         if problem is not None:
             evaluation, index = problem
             sampled = evaluation.asked.mode == "sampled"
             key = Key(evaluation.asked.evaluation_id, index)
             return self._lessor.make(key, float(sampled), evaluation.asked.version)
-        if training_room <= 0 or self.version is None:
+        rollout = self._next_rollout(room, now) if self.version is not None else None
+        if rollout is None or self.version is None:
             return None
         loop = self.config.loop
         # With a bound on the share of stale ones, a lease given to stale weights would waste room for fresh ones.
         lag = loop.max_lag if loop.mode == "async" and loop.max_stale_share == 1 else 0
-        key = Key(TRAIN, self.prompts.take(now, self._records))
+        key = Key(TRAIN, rollout)
         return self._lessor.make(key, self.config.rollout.temperature, max(0, self.version - lag))
+
+    def _next_rollout(self, room: "TrainingRoom", now: float) -> int | None:
+        """The next one of a begun group, or the first one of a new group if there is room for all of it."""
+        if room.lacking + room.new_groups == 0:
+            return None
+        index = self.prompts.take(
+            now,
+            self._records,
+            begun=lambda index: self.groups.name(index) in room.begun,
+            may_begin=room.new_groups > 0,
+        )
+        if index is not None:
+            room.take(self.groups.name(index), self.groups.expected(self.groups.name(index)))
+        return index
 
     def _give(self, lease: Lease, peer: bytes, now: float) -> None:
         key = parse_lease_id(lease.lease_id)
