@@ -33,7 +33,12 @@ app = typer.Typer(
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML config file.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Overrides, for example loop.steps=100.")
+    list[str] | None,
+    typer.Argument(
+        metavar="OVERLAY.yaml | KEY.PATH=VALUE",
+        help="Changes, the last one wins: more config files (configs/algorithms/grpo.yaml), or single values "
+        "(loop.steps=100).",
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in its existing run directory.")]
 RunPath = Annotated[Path, typer.Option("--run", metavar="DIR", help="Run directory.")]
@@ -68,7 +73,10 @@ def check(
 
 @app.command()
 def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
-    """Train on this machine: fine-tune first if the config says so, then SAO."""
+    """Train on this machine: fine-tune first if the config says so, then reinforcement learning.
+
+    The algorithm is SAO unless the config names another: `megasao train CONFIG configs/algorithms/grpo.yaml`.
+    """
     _launch(config_file, overrides, resume=resume, only_sft=False)
 
 

@@ -1,4 +1,4 @@
-"""Advantages for the policy and targets for the critic (SAO, arXiv 2607.07508).
+"""Advantages for the policy and targets for the critic from values (SAO, arXiv 2607.07508); without: ``baselines``.
 
 Invariants that the tests assert: those of ``megasao.ops.gae``; the critic's target has its own lambda (1: Monte Carlo);
 the length-adaptive lambda is float64 and counts action tokens only.
@@ -9,18 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megasao.config.algorithm import SkipObservationGae
+from megasao.config.algorithm import Gae, SkipObservationGae
 from megasao.ops import gae
+from megasao.ops.response import sequence_of_tokens
 
 
 @dataclass(frozen=True)
 class Advantages:
     """``advantages`` [T] for the policy, ``returns`` [T] as the critic's target (0 at observation tokens), and the
-    policy's ``lam``, float64 [B] on the host."""
+    policy's ``lam``, float64 [B] on the host. The latter two are None where there is no critic."""
 
     advantages: Tensor
-    returns: Tensor
-    lam: Tensor
+    returns: Tensor | None = None
+    lam: Tensor | None = None
 
 
 def length_adaptive_lambda(action_counts: Tensor, alpha: float) -> Tensor:
@@ -49,25 +50,33 @@ def action_counts(action_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return running[bounds].diff()
 
 
-def skip_observation_gae(
+def first_actions_on(action_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """bool [T]: True from the first action token of each sequence to its end, observations included."""
+    bounds = cu_seqlens.to(action_mask.device).long()
+    running = torch.cat([bounds.new_zeros(1), action_mask.long().cumsum(0)])
+    before = running[bounds[:-1]][sequence_of_tokens(cu_seqlens.to(action_mask.device), action_mask.numel())]
+    return running[1:] > before
+
+
+def estimate_from_values(
     rewards: Tensor,
     values: Tensor,
     action_mask: Tensor,
     cu_seqlens: Tensor,
-    config: SkipObservationGae,
+    options: SkipObservationGae | Gae,
     bootstrap: Tensor | None = None,
 ) -> Advantages:
-    """Policy advantages with ``config.policy_lambda`` and critic targets with ``config.value_lambda``.
+    """Policy advantages with ``options.policy_lambda`` and critic targets with ``options.value_lambda``.
 
-    Shapes, dtypes and errors as in ``megasao.ops.gae``.
+    ``gae`` counts observation tokens as steps: it reads the values there, and lambda decays over them (SAO's ablation,
+    arXiv 2607.07508). Both give 0 at observation tokens. Shapes, dtypes and errors as in ``megasao.ops.gae``.
     """
-    sequences = cu_seqlens.numel() - 1
-    if config.policy_lambda == "length_adaptive":
-        lam = length_adaptive_lambda(action_counts(action_mask, cu_seqlens), config.alpha)
+    if options.policy_lambda == "length_adaptive":
+        lam = length_adaptive_lambda(action_counts(action_mask, cu_seqlens), options.alpha)
     else:
-        lam = torch.full((sequences,), config.policy_lambda, dtype=torch.float64)
-    advantages, _ = gae(rewards, values, action_mask, cu_seqlens, gamma=config.gamma, lam=lam, bootstrap=bootstrap)
-    _, returns = gae(
-        rewards, values, action_mask, cu_seqlens, gamma=config.gamma, lam=config.value_lambda, bootstrap=bootstrap
-    )
-    return Advantages(advantages, returns, lam)
+        lam = torch.full((cu_seqlens.numel() - 1,), options.policy_lambda, dtype=torch.float64)
+    steps = action_mask if isinstance(options, SkipObservationGae) else first_actions_on(action_mask, cu_seqlens)
+    row = (rewards, values, steps, cu_seqlens)
+    advantages, _ = gae(*row, gamma=options.gamma, lam=lam, bootstrap=bootstrap)
+    _, returns = gae(*row, gamma=options.gamma, lam=options.value_lambda, bootstrap=bootstrap)
+    return Advantages(torch.where(action_mask, advantages, 0.0), torch.where(action_mask, returns, 0.0), lam)

@@ -16,15 +16,24 @@ MIN_RETURN_VARIANCE = 1e-4
 
 
 def value_loss(
-    values: Tensor, returns: Tensor, action_mask: Tensor, *, denominator: Tensor | float
+    values: Tensor,
+    returns: Tensor,
+    action_mask: Tensor,
+    *,
+    denominator: Tensor | float,
+    clip: tuple[Tensor, float] | None = None,
 ) -> tuple[Tensor, Stats]:
     """sum over action tokens of (V - R)^2 / denominator (no factor 1/2), and the sums behind the statistics.
+
+    With ``clip`` = (V_old, c) the squared error is max((V - R)^2, (V_old + clamp(V - V_old, -c, c) - R)^2): a value
+    that has moved further than c gains nothing from moving on (PPO's value clipping). The statistics are unclipped.
 
     Args:
         values: [T], float32 or float64, with gradient.
         returns: [T], same dtype; no gradient flows into them.
         action_mask: bool [T].
         denominator: number or 0-d tensor, the same on all ranks and micro-batches of a step; clamped at 1e-8.
+        clip: values [T] of the same dtype, from before the step's updates, and the largest profitable move, > 0.
 
     Returns:
         (loss, stats). stats: detached float64 0-d sums ``tokens``, ``value_sum``, ``return_sum``,
@@ -37,8 +46,19 @@ def value_loss(
     check_flat("action_mask", action_mask, length=tokens, dtypes=(torch.bool,), device=values.device)
     value = torch.where(action_mask, values, 0.0)
     target = torch.where(action_mask, returns.detach(), 0.0)
-    loss = (value - target).square().sum() / clamped_denominator(denominator, values)
+    errors = (value - target).square()
+    if clip is not None:
+        errors = torch.maximum(errors, _clipped_errors(value, target, action_mask, *clip))
+    loss = errors.sum() / clamped_denominator(denominator, values)
     return loss, _sums(value.detach().double(), target.double(), action_mask)
+
+
+def _clipped_errors(value: Tensor, target: Tensor, action_mask: Tensor, old_values: Tensor, limit: float) -> Tensor:
+    check_flat("clip", old_values, length=value.numel(), dtypes=(value.dtype,), device=value.device)
+    if not 0 < limit < float("inf"):
+        raise ValueError(f"clip: expected a finite number > 0, got {limit}")
+    old = torch.where(action_mask, old_values.detach(), 0.0)
+    return (old + (value - old).clamp(-limit, limit) - target).square()
 
 
 def _sums(value: Tensor, target: Tensor, action_mask: Tensor) -> Stats:

@@ -32,7 +32,7 @@ def is_ipv4(host: str) -> bool:
 def batch(config: "Config") -> Iterator[Problem]:
     """A batch must be able to exist, and must teach the critic something."""
     size, room = config.loop.batch_size, config.buffer.max_trajectories
-    if size == 1:
+    if size == 1 and config.algorithm.advantages.needs_critic:
         reason = (
             "with one trajectory a step the critic cannot learn: it fits the one return it sees, and the explained "
             "variance of a single trajectory says nothing; use at least 2 (the paper uses 128)"
@@ -45,7 +45,7 @@ def batch(config: "Config") -> Iterator[Problem]:
 
 def steps(config: "Config") -> Iterator[Problem]:
     """Some steps must be left for the actor after the critic's warm-up."""
-    warmup, total = config.critic.warmup_steps, config.loop.steps
+    warmup, total = config.warmup_steps, config.loop.steps
     if warmup >= total:
         reason = f"{warmup} warm-up steps of loop.steps = {total} leave no step in which the actor is trained"
         yield Problem("critic.warmup_steps", f"{reason}; use more steps or a shorter warm-up")
@@ -54,7 +54,8 @@ def steps(config: "Config") -> Iterator[Problem]:
 def schedules(config: "Config") -> Iterator[Problem]:
     """Every learning rate must reach its peak before it falls, and before the end."""
     yield from _schedule("actor.optimizer", config.actor.optimizer, config.loop.steps, "loop.steps")
-    yield from _schedule("critic.optimizer", config.critic.optimizer, config.loop.steps, "loop.steps")
+    if config.critic is not None:
+        yield from _schedule("critic.optimizer", config.critic.optimizer, config.loop.steps, "loop.steps")
     if config.sft is not None:
         yield from _schedule("sft.optimizer", config.sft.optimizer, config.sft.steps, "sft.steps")
 
@@ -123,8 +124,60 @@ def exposure(config: "Config") -> Iterator[Problem]:
         yield Problem("transport.host", reason)
 
 
+def estimator(config: "Config") -> Iterator[Problem]:
+    """There is a critic exactly where one is needed, and groups where rewards are compared within them."""
+    options, size = config.algorithm.advantages, config.loop.group_size
+    if options.needs_critic and config.critic is None:
+        reason = f"algorithm.advantages.name = {options.name} needs a value model; write its section, with optimizer.lr"
+        yield Problem("critic", reason)
+    if not options.needs_critic and config.critic is not None:
+        reason = f"algorithm.advantages.name = {options.name} has no use for a value model; write critic: null"
+        yield Problem("critic", reason)
+    if options.needs_groups and size == 1:
+        reason = (
+            "with groups of 1 the baseline of a rollout is its own reward, and every advantage is 0: set "
+            "loop.group_size to at least 2"
+        )
+        yield Problem("algorithm.advantages.name", reason)
+
+
+def groups(config: "Config") -> Iterator[Problem]:
+    """Batches hold whole groups."""
+    size, batch_size = config.loop.group_size, config.loop.batch_size
+    if batch_size % size:
+        reason = f"{batch_size} trajectories are no whole number of groups of loop.group_size = {size}"
+        yield Problem("loop.batch_size", f"{reason}; use {size * max(1, batch_size // size)}, say")
+
+
+def objective(config: "Config") -> Iterator[Problem]:
+    """The objective gets what it reads, is divided by what it means, and fits the loop."""
+    options, algorithm = config.algorithm.objective, config.algorithm
+    if options.needs_logprobs and not config.wants_logprobs:
+        reason = (
+            f"algorithm.objective.name = {options.name} needs the log-probs that rollout.logprobs = never leaves out"
+        )
+        yield Problem("rollout.logprobs", f"{reason}; use auto")
+    if options.response_level and algorithm.denominator != "sequences":
+        reason = (
+            f"{options.name} is a mean over responses, each already divided by its tokens; got "
+            f"{algorithm.denominator}, use sequences"
+        )
+        yield Problem("algorithm.denominator", reason)
+    if algorithm.denominator == "accepted_tokens" and options.name != "dis":
+        yield Problem("algorithm.denominator", f"accepted_tokens are those in the band of dis; {options.name} has none")
+    if options.name == "ppo_clip" and config.loop.mode == "async" and not algorithm.allow_uncorrected:
+        reason = (
+            "on asynchronous rollouts ppo_clip corrects nothing: its clip bounds the ratio on one side only, by the "
+            "sign of the advantage; use dis, loop.mode = sync, or algorithm.allow_uncorrected = true"
+        )
+        yield Problem("algorithm.objective.name", reason)
+
+
 RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     batch,
+    estimator,
+    groups,
+    objective,
     steps,
     schedules,
     lengths,

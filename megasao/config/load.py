@@ -1,11 +1,13 @@
-"""A config file plus overrides, read strictly: every problem at once, each with its field, file and line.
+"""A config file plus overlays and overrides, read strictly: every problem at once, each with its field, file and line.
 
 Invariants:
 - a key that no section knows is refused with the nearest right one;
 - ``load_config`` of ``dump_config(config)`` equals ``config``;
-- an override behaves as if its value stood in the file, and its errors name the override.
+- an override behaves as if its value stood in the file, and its errors name the override;
+- an overlay (another config file) changes what it names and nothing else; its errors name its own file and line.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,17 @@ from pydantic_core import ErrorDetails
 from megasao.config.document import Document, Dumper, KeyPath, dotted, parse_value, read_document
 from megasao.config.errors import CombinationError, ConfigError, Problem
 from megasao.config.root import Config
-from megasao.config.suggest import keys_at, suggest
+from megasao.config.suggest import keys_at, sections_at, suggest
 
+_OVERRIDE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*=")
 _KINDS = {bool: "true/false", int: "whole number", float: "number", str: "text", list: "list", dict: "mapping"}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The validated config of ``path`` with ``key.path=value`` overrides; ConfigError lists everything wrong."""
+    """The validated config of ``path``, changed by ``overrides`` in turn: ``key.path=value``, or a file ``*.yaml``.
+
+    ConfigError lists everything wrong.
+    """
     config, _ = load_with_places(path, overrides)
     return config
 
@@ -32,7 +38,10 @@ def load_with_places(path: str | Path, overrides: Sequence[str] = ()) -> tuple[C
     """Like ``load_config``; the document says where each field was written, for checks that come later."""
     document = read_document(Path(path))
     for override in overrides:
-        _apply_override(document, override)
+        if is_overlay(override):
+            _apply_overlay(document, read_document(Path(override)))
+        else:
+            _apply_override(document, override)
     try:
         config = Config.model_validate(document.data)
     except ValidationError as error:
@@ -52,6 +61,51 @@ def dump_yaml(data: Any) -> str:
     return str(
         yaml.dump(data, Dumper=Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=1000)
     )
+
+
+def is_overlay(text: str) -> bool:
+    """Whether a command-line word is a config file, and not ``key.path=value``."""
+    return text.endswith((".yaml", ".yml")) and not _OVERRIDE.match(text)
+
+
+def _apply_overlay(document: Document, overlay: Document) -> None:
+    """Lay one file over the document: sections merge key by key, anything else replaces what was there.
+
+    A section that is one of several kinds (``algorithm.objective``) is replaced whole where the kind changes.
+    """
+    document.source = f"{document.source} + {overlay.source}"
+    document.problems.extend(overlay.problems)
+    document.data = _merged(document, overlay, (), document.data, overlay.data)
+
+
+def _merged(document: Document, overlay: Document, path: KeyPath, below: Any, above: Any) -> Any:
+    if isinstance(below, dict) and isinstance(above, dict) and not _changes_kind(path, below, above):
+        if path in overlay.places and path:
+            document.places[path] = overlay.places[path]
+        merged = {
+            key: _merged(document, overlay, (*path, key), below[key], value) if key in below else value
+            for key, value in above.items()
+        }
+        for key in above.keys() - below.keys():
+            _move_places(document, overlay, (*path, key))
+        return {**below, **merged}
+    _move_places(document, overlay, path)
+    return above
+
+
+def _changes_kind(path: KeyPath, below: dict[str, Any], above: dict[str, Any]) -> bool:
+    return len(sections_at(Config, path)) > 1 and "name" in above and above["name"] != below.get("name")
+
+
+def _move_places(document: Document, overlay: Document, path: KeyPath) -> None:
+    """What stands at ``path`` now comes from the overlay."""
+    _forget_places(document, path)
+    document.places |= {known: where for known, where in overlay.places.items() if known[: len(path)] == path}
+
+
+def _forget_places(document: Document, path: KeyPath) -> None:
+    for known in [known for known in document.places if known[: len(path)] == path]:
+        del document.places[known]
 
 
 def _apply_override(document: Document, override: str) -> None:
@@ -78,8 +132,7 @@ def _apply_override(document: Document, override: str) -> None:
             document.problems.append(Problem(dotted(path), reason, where))
             return
     section[path[-1]] = value
-    for known in [known for known in document.places if known[: len(path)] == path]:
-        del document.places[known]
+    _forget_places(document, path)
     document.places[path] = where
 
 
@@ -95,13 +148,18 @@ def _explain(error: ValidationError, document: Document) -> list[Problem]:
             unknown.append(path)
         elif details["type"] == "missing":
             missing.append(path)
+        elif details["type"] == "union_tag_invalid":
+            expected = details["ctx"]["expected_tags"].replace("'", "")
+            problems.setdefault((*path, "name"), []).append(
+                f"expected one of {expected}, got {details['ctx']['tag']!r}"
+            )
         elif isinstance(cause := details.get("ctx", {}).get("error"), CombinationError):
             found.extend(document.problem(tuple(problem.path.split(".")), problem.reason) for problem in cause.problems)
         else:
             problems.setdefault(path, []).append(_reason(details))
-    suggestions = {path: suggest(Config, path) for path in unknown}
+    suggestions = {path: suggest(Config, path, document.data) for path in unknown}
     meant = {name for names in suggestions.values() for name in names}
-    found.extend(document.problem(path, _unknown(path, names)) for path, names in suggestions.items())
+    found.extend(document.problem(path, _unknown(path, names, document.data)) for path, names in suggestions.items())
     found.extend(document.problem(path, _missing(path)) for path in missing if dotted(path) not in meant)
     found.extend(document.problem(path, " or ".join(dict.fromkeys(reasons))) for path, reasons in problems.items())
     return found
@@ -121,10 +179,10 @@ def _written_path(loc: Sequence[str | int], data: Any, *, missing: bool) -> KeyP
     return tuple(path)
 
 
-def _unknown(path: KeyPath, names: list[str]) -> str:
+def _unknown(path: KeyPath, names: list[str], data: Any) -> str:
     if names:
         return f"unknown key; did you mean {' or '.join(names)}?"
-    keys = keys_at(Config, path[:-1])
+    keys = keys_at(Config, path[:-1], data)
     section = dotted(path[:-1]) or "the top level"
     return f"unknown key; {section} has the keys {', '.join(keys)}"
 

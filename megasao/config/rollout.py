@@ -40,6 +40,9 @@ class RolloutConfig(Section):
         default_factory=EmbeddedEngineConfig, description="Options of the embedded engine."
     )
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; log-probs are those of the sampled law.")
+    logprobs: Literal["auto", "always", "never"] = Field(
+        "auto", description="Record the sampled tokens' log-probs: auto is where algorithm.objective needs them."
+    )
 
 
 class BufferConfig(Section):

@@ -42,7 +42,9 @@ class Config(Section):
     environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig, description="The task.")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="The RL algorithm.")
     actor: ActorConfig = Field(description="The policy.")
-    critic: CriticConfig = Field(description="The value model.")
+    critic: CriticConfig | None = Field(
+        None, description="The value model; null exactly where algorithm.advantages needs none."
+    )
     loop: LoopConfig = Field(description="Steps, batch and staleness.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Trainer layout.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Micro-batching.")
@@ -54,6 +56,24 @@ class Config(Section):
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig, description="Restarts.")
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig, description="Metrics.")
     sft: SftConfig | None = Field(None, description="Fine-tuning before RL; null starts from model.path as it is.")
+
+    @property
+    def value_model(self) -> CriticConfig:
+        """The critic's section. ValueError where there is none."""
+        if self.critic is None:
+            raise ValueError("critic: null, and this needs the value model's section")
+        return self.critic
+
+    @property
+    def warmup_steps(self) -> int:
+        """First steps, in which only the critic is trained."""
+        return self.critic.warmup_steps if self.critic is not None else 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the rollout side is asked for the log-probabilities of what it samples."""
+        asked = self.rollout.logprobs
+        return self.algorithm.objective.needs_logprobs if asked == "auto" else asked == "always"
 
     @model_validator(mode="after")
     def _can_work(self) -> "Config":

@@ -46,9 +46,24 @@ def sections_at(root: type[BaseModel], path: KeyPath) -> list[type[BaseModel]]:
     return found
 
 
-def keys_at(root: type[BaseModel], path: KeyPath) -> list[str]:
-    """The keys allowed in the section at ``path``, in order of definition."""
-    return list(dict.fromkeys(key for section in sections_at(root, path) for key in section.model_fields))
+def keys_at(root: type[BaseModel], path: KeyPath, data: Any = None) -> list[str]:
+    """The keys allowed in the section at ``path``, in order of definition.
+
+    ``data``, the whole document, decides between sections of one union by their ``name``.
+    """
+    sections = sections_at(root, path)
+    if len(sections) > 1:
+        name = _name_at(path, data)
+        sections = [
+            s for s in sections if "name" in s.model_fields and s.model_fields["name"].default == name
+        ] or sections
+    return list(dict.fromkeys(key for section in sections for key in section.model_fields))
+
+
+def _name_at(path: KeyPath, data: Any) -> Any:
+    for key in path:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data.get("name") if isinstance(data, dict) else None
 
 
 def all_paths(root: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
@@ -59,21 +74,25 @@ def all_paths(root: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
             yield from all_paths(section, (*prefix, name))
 
 
-def suggest(root: type[BaseModel], path: KeyPath) -> list[str]:
-    """Dotted paths that the unknown key ``path`` was most likely meant to be, best first; may be empty."""
+def suggest(root: type[BaseModel], path: KeyPath, data: Any = None) -> list[str]:
+    """Dotted paths that the unknown key ``path`` of the document ``data`` was most likely meant to be, best first.
+
+    May be empty.
+    """
     section, key = path[:-1], str(path[-1])
-    here = keys_at(root, section)
+    here = keys_at(root, section, data)
     plain = key.strip().lower().replace("-", "_")
     close = [name for name in here if plain == name or one_slip_apart(key, name) or one_slip_apart(plain, name)]
     if close:
         return [dotted((*section, name)) for name in close]
-    elsewhere = [other for other in dict.fromkeys(all_paths(root)) if other[-1] == plain]
+    elsewhere = [other for other in dict.fromkeys(all_paths(root)) if other[-1] == plain and other != path]
     if not elsewhere:
         whole = [name for name in here if plain in name and len(plain) >= SHORTEST_PART]
         near = whole or difflib.get_close_matches(plain, here, n=1)
         if near:
             return [dotted((*section, name)) for name in near[:MOST_SHOWN]]
-        elsewhere = [other for other in dict.fromkeys(all_paths(root)) if one_slip_apart(plain, str(other[-1]))]
+        paths = dict.fromkeys(all_paths(root))
+        elsewhere = [other for other in paths if other != path and one_slip_apart(plain, str(other[-1]))]
     elsewhere.sort(key=lambda other: (-_shared(other, path), len(other)))
     return [dotted(other) for other in elsewhere[:MOST_SHOWN]]
 

@@ -26,6 +26,9 @@ class ActorConfig(Section):
     """The policy."""
 
     optimizer: OptimizerConfig = Field(description="The actor's optimizer.")
+    reset_optimizer: bool = Field(
+        False, description="Forget Adam's moments and step count after each push of weights (GLM-5, arXiv 2602.15763)."
+    )
 
 
 class CriticConfig(Section):
@@ -36,6 +39,9 @@ class CriticConfig(Section):
     warmup_steps: int = Field(10, ge=0, description="First steps, in which only the critic is trained.")
     freeze_attention: bool = Field(True, description="Keep attention fixed: only FFN / experts and the head train.")
     head_bias: float = Field(0.0, description="Initial bias of the value head (its weight starts at zero).")
+    value_clip: float | None = Field(
+        None, gt=0, description="PPO's value clipping: how far values may profit from moving in one step; null is off."
+    )
 
 
 class LoopConfig(Section):
@@ -45,9 +51,22 @@ class LoopConfig(Section):
         "async", description="async: rollouts never wait; sync: a barrier between rollouts and training."
     )
     steps: int = Field(gt=0, description="Training steps, critic warm-up included.")
-    batch_size: int = Field(128, ge=1, description="Trajectories per step (one per prompt).")
+    batch_size: int = Field(128, ge=1, description="Trajectories per step.")
+    group_size: int = Field(1, ge=1, description="Rollouts of each prompt; a batch holds whole groups.")
+    partial_groups: Literal["drop", "shrink"] = Field(
+        "drop",
+        description="A group that loses a rollout (given up after failures, or stale): drop the rest of it, or go on "
+        "with what is left, as long as that is at least 2.",
+    )
     max_lag: int = Field(
         4, ge=0, description="Hard bound: trainer version minus the oldest version in a trajectory, at consumption."
+    )
+    max_stale_share: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Most trajectories of a batch, as a share, that may begin with older weights than the trainer's; "
+        "0.5 is the staleness threshold of arXiv 2606.03070, 1 is off.",
     )
     batch_timeout_s: float = Field(300.0, gt=0, description="Longest wait for one batch before the run fails.")
 

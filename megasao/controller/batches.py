@@ -3,24 +3,42 @@
 Invariants:
 - a trajectory is in at most one step, or dropped, or waiting;
 - a step that was assembled keeps its trajectories for good: asking again, also after a restart, gives the same;
-- no batch holds a trajectory whose lag at the requested version is above ``max_lag``.
+- no batch holds a trajectory whose lag at the requested version is above ``max_lag``, nor more stale ones than
+  ``max_stale_share`` of it;
+- a batch is whole groups; what is left of a group that died is dropped.
 """
 
+import math
+
+from megasao.controller.groups import GroupBook
+from megasao.controller.leases import parse_lease_id
 from megasao.trajectories.buffer import Summary, TrajectoryBuffer
-from megasao.trajectories.ledger import Batch, Checkpointed, Dropped, Record
+from megasao.trajectories.ledger import Batch, Checkpointed, Dropped, GaveUp, Record
 
 
 class BatchBook:
     """The buffer, and the steps assembled from it."""
 
-    def __init__(self, *, batch_size: int, max_lag: int, keep_checkpoints: int) -> None:
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        max_lag: int,
+        keep_checkpoints: int,
+        max_stale_share: float = 1.0,
+        groups: GroupBook | None = None,
+    ) -> None:
         self.buffer = TrajectoryBuffer()
+        self.groups = groups or GroupBook(1, "drop")
         self.batch_size = batch_size
         self.max_lag = max_lag
         self.dropped: dict[tuple[str, str], int] = {}
         """Counts by (reason, task), over the whole run."""
         self.consumed: dict[str, int] = {}
         """Trajectories that were handed out, by task, as far as they are still in the journal."""
+        self.most_stale = math.floor(max_stale_share * batch_size)
+        """Most trajectories of a batch that may begin with older weights."""
+        self._died: list[str] = []
         self._keep_checkpoints = keep_checkpoints
         self._batches: dict[int, Batch] = {}
         self._summaries: dict[str, Summary] = {}
@@ -47,6 +65,10 @@ class BatchBook:
                 self._take_batch(record)
             case Dropped():
                 self._take_dropped(record)
+                for name in record.trajectory_ids:
+                    self._lose_group_of(name)
+            case GaveUp(prompt_index=index):
+                self.groups.lose(self.groups.name(index))
             case Checkpointed(step=step):
                 # Said again, or after the trainer went back: later ones are no longer there to resume from.
                 self._checkpoints = [*(earlier for earlier in self._checkpoints if earlier < step), step]
@@ -75,11 +97,18 @@ class BatchBook:
                 f"step {step} was asked for, but the last batch in the ledger is of step {self.next_step - 1}: "
                 "the trainer's checkpoint does not belong to this journal"
             )
-        assembly = self.buffer.assemble(version=version, max_lag=self.max_lag, count=self.batch_size)
-        for dropped in _by_task(assembly.stale, step, version):
-            self._take_dropped(dropped)
-            records.append(dropped)
+        stale = self.buffer.take_stale(version=version, max_lag=self.max_lag)
+        self._drop(stale, "stale", step, version, records)
+        assembly = self.buffer.assemble(
+            version=version,
+            groups=self.batch_size // self.groups.size,
+            most_stale=self.most_stale,
+            expected=self.groups.expected,
+        )
         if assembly.chosen is None:
+            # They would keep the room that fresher ones need.
+            self.buffer.remove(assembly.passed_over)
+            self._drop(assembly.passed_over, "stale_share", step, version, records)
             return None
         batch = Batch(step, version, [summary.trajectory_id for summary in assembly.chosen])
         self._take_batch(batch)
@@ -87,6 +116,21 @@ class BatchBook:
         for summary in assembly.chosen:
             self.consumed[summary.task] = self.consumed.get(summary.task, 0) + 1
         return assembly.chosen
+
+    def lose(self, group: str, version: int, records: list[Record]) -> None:
+        """A rollout of this group will never arrive."""
+        if self.groups.lose(group):
+            self._bury(group, self.next_step, version, records)
+
+    def bury_dead(self, version: int, records: list[Record]) -> None:
+        """After recovery: what still waits of groups that died."""
+        for group in self.groups.dead:
+            self._bury(group, self.next_step, version, records)
+
+    def take_died(self) -> list[str]:
+        """Groups that died since the last call: none of their rollouts is wanted any more."""
+        died, self._died = self._died, []
+        return died
 
     def checkpointed(self, step: int, records: list[Record]) -> None:
         """The checkpoint after ``step`` steps is complete."""
@@ -132,6 +176,26 @@ class BatchBook:
         for name in batch.trajectory_ids:
             self._consumed_at[name] = batch.step
 
+    def _drop(self, summaries: list[Summary], reason: str, step: int, version: int, records: list[Record]) -> None:
+        """These have left the buffer and will not be trained on; groups that die of it follow."""
+        for dropped in _by_task(summaries, reason, step, version):
+            self._take_dropped(dropped)
+            records.append(dropped)
+        for summary in summaries:
+            if self.groups.lose(summary.group_id):
+                self._bury(summary.group_id, step, version, records)
+
+    def _bury(self, group: str, step: int, version: int, records: list[Record]) -> None:
+        rest = self.buffer.of_group(group)
+        self.buffer.remove(rest)
+        self._drop(rest, "incomplete_group", step, version, records)
+        self._died.append(group)
+
+    def _lose_group_of(self, trajectory_id: str) -> None:
+        key = parse_lease_id(trajectory_id)
+        assert key is not None, trajectory_id
+        self.groups.lose(self.groups.name(key.index))
+
     def _take_dropped(self, dropped: Dropped) -> None:
         key = (dropped.reason, dropped.task)
         self.dropped[key] = self.dropped.get(key, 0) + len(dropped.trajectory_ids)
@@ -139,8 +203,8 @@ class BatchBook:
             self._consumed_at[name] = -1
 
 
-def _by_task(stale: list[Summary], step: int, version: int) -> list[Dropped]:
+def _by_task(summaries: list[Summary], reason: str, step: int, version: int) -> list[Dropped]:
     tasks: dict[str, list[str]] = {}
-    for summary in stale:
+    for summary in summaries:
         tasks.setdefault(summary.task, []).append(summary.trajectory_id)
-    return [Dropped(step, version, task, "stale", names) for task, names in tasks.items()]
+    return [Dropped(step, version, task, reason, names) for task, names in tasks.items()]

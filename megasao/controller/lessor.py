@@ -1,12 +1,13 @@
 """What a lease says: prompt, seed, temperature, weights. Pure.
 
-Invariant: prompt and seed are functions of the run's seed and the key alone, so that an attempt that is made again,
-also after a restart, is the same episode.
+Invariant: prompt, group and seed are functions of the run's seed and the key alone, so that an attempt that is made
+again, also after a restart, is the same episode.
 """
 
 import hashlib
 
 from megasao.config import Config
+from megasao.controller.groups import GroupBook
 from megasao.controller.leases import Key, LeaseBook
 from megasao.environments.base import Environment, Prompt, Split
 from megasao.transport.messages import Lease
@@ -15,31 +16,38 @@ from megasao.transport.messages import Lease
 class Lessor:
     """Makes leases; it does not decide which."""
 
-    def __init__(self, config: Config, environment: Environment, leases: LeaseBook) -> None:
+    def __init__(self, config: Config, environment: Environment, leases: LeaseBook, groups: GroupBook) -> None:
         self._seed = config.run.seed
+        self._want_logprobs = config.wants_logprobs
         self._environment = environment
         self._leases = leases
+        self._groups = groups
 
     def prompt(self, key: Key) -> Prompt:
         """The problem that ``key`` names."""
-        split: Split = "train" if key.is_training else "eval"
-        return self._environment.prompt(split, key.index)
+        return self._environment.prompt(*self._problem(key))
 
     def make(self, key: Key, temperature: float, min_version: int) -> Lease:
         """A new lease on ``key``, under a name of its own."""
         prompt = self.prompt(key)
+        split, prompt_index = self._problem(key)
         return Lease(
             lease_id=self._leases.new_id(key),
             prompt_id=prompt.prompt_id,
-            group_id=prompt.prompt_id,
-            split="train" if key.is_training else "eval",
-            prompt_index=key.index,
+            group_id=self._groups.name(key.index) if key.is_training else prompt.prompt_id,
+            split=split,
+            prompt_index=prompt_index,
             task=prompt.task,
             seed=episode_seed(self._seed, key),
             temperature=temperature,
             min_version=min_version,
             evaluation_id=None if key.is_training else key.stream,
+            want_logprobs=key.is_training and self._want_logprobs,
         )
+
+    def _problem(self, key: Key) -> tuple[Split, int]:
+        """Split and number of the environment's problem; the rollouts of a group share it."""
+        return ("train", self._groups.prompt_index(key.index)) if key.is_training else ("eval", key.index)
 
 
 def episode_seed(run_seed: int, key: Key) -> int:

@@ -1,12 +1,14 @@
-"""Which training prompt comes next. Pure.
+"""Which training rollout comes next, by index (with groups several are of one prompt: see ``groups``). Pure.
 
 Invariants:
-- every index is settled once: journaled, or given up after ``max_attempts`` failures;
+- every index is settled once: journaled, or given up after ``max_attempts`` failures or with its group;
+- begun groups come first, then the lowest index;
 - indices are durable in blocks before they are leased (``Reserved``), so that after a restart every index below the
   reservation is settled or comes again: none is skipped, none is used twice.
 """
 
-from collections import deque
+from bisect import insort
+from collections.abc import Callable
 
 from megasao.trajectories.ledger import Failed, GaveUp, Record, Reserved
 
@@ -42,7 +44,7 @@ class PromptSource:
         self._max_attempts = max_attempts
         self._cursor = 0
         self._reserved = 0
-        self._again: deque[int] = deque()
+        self._again: list[int] = []
         self._orphans: set[int] = set()
         self._orphans_due = 0.0
         self._failures: dict[int, int] = {}
@@ -67,25 +69,46 @@ class PromptSource:
 
     # use
 
-    def take(self, now: float, records: list[Record]) -> int:
-        """The next prompt to lease; adds to ``records`` what must be durable before it is."""
-        if self._orphans and now >= self._orphans_due:
-            self._again.extendleft(sorted(self._orphans, reverse=True))
-            self._orphans = set()
-        while self._again:
-            index = self._again.popleft()
-            if index not in self._settled:
-                return index
-        if self._cursor == self._reserved:
+    def take(
+        self,
+        now: float,
+        records: list[Record],
+        *,
+        begun: Callable[[int], bool] = lambda index: False,
+        may_begin: bool = True,
+    ) -> int | None:
+        """The next rollout to lease; adds to ``records`` what must be durable before it is.
+
+        One whose group is ``begun`` comes first; another only if a new group ``may_begin``, else None.
+        """
+        self._wake_orphans(now)
+        self._again = [index for index in self._again if index not in self._settled]
+        while self._cursor in self._settled:  # given up with its group, untouched
+            self._cursor += 1
+        waiting = next((index for index in self._again if begun(index)), None)
+        if waiting is None and not begun(self._cursor):
+            if not may_begin:
+                return None
+            waiting = self._again[0] if self._again else None
+        if waiting is not None:
+            self._again.remove(waiting)
+            return waiting
+        while self._cursor >= self._reserved:
             self._reserved += _BLOCK
             records.append(Reserved(self._reserved))
         self._cursor += 1
         return self._cursor - 1
 
+    def _wake_orphans(self, now: float) -> None:
+        if self._orphans and now >= self._orphans_due:
+            for index in self._orphans:
+                insort(self._again, index)
+            self._orphans = set()
+
     def give_back(self, index: int) -> None:
         """Its lease ended without result, through no fault of the prompt."""
         if index not in self._settled:
-            self._again.append(index)
+            insort(self._again, index)
 
     def fail(self, index: int, reason: str, records: list[Record]) -> bool:
         """An attempt failed; whether the prompt is given up now."""
@@ -94,11 +117,15 @@ class PromptSource:
         records.append(Failed(index, reason))
         failures = self._failures[index] = self._failures.get(index, 0) + 1
         if failures < self._max_attempts:
-            self._again.append(index)
+            insort(self._again, index)
             return False
+        self.give_up(index, reason, records)
+        return True
+
+    def give_up(self, index: int, reason: str, records: list[Record]) -> None:
+        """The prompt will not be tried again."""
         records.append(GaveUp(index, reason))
         self.settle(index)
-        return True
 
     def adopt(self, index: int) -> bool:
         """A worker says it is at work on this prompt; True if it was on nobody's lease and is still wanted."""

@@ -4,17 +4,20 @@ Invariants:
 - what a decision needs to be durable is in ``take_records``, to be written before any answer of it leaves;
 - before the trainer's first batch request no training lease is given;
 - sync mode: training leases exist only for a step that the trainer waits for, exactly as many as it still needs;
-- a trajectory is accepted once per prompt, whoever sends it and however late.
+- a trajectory is accepted once per rollout, whoever sends it and however late;
+- a lease reserves room for its whole group, so that a group that was begun can always be completed.
 """
 
 import time as wall
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megasao.config import Config
 from megasao.controller.admission import Admission
 from megasao.controller.batches import BatchBook
 from megasao.controller.evaluations import EvaluationBook, problem_with
+from megasao.controller.groups import GroupBook
 from megasao.controller.leases import TRAIN, Held, Key, LeaseBook, parse_lease_id
 from megasao.controller.lessor import Lessor
 from megasao.controller.prompts import PromptSource
@@ -25,6 +28,24 @@ from megasao.trajectories.ledger import Batch, Dropped, EvaluationStarted, Faile
 from megasao.transport.messages import EvaluationResult, Lease, Manifest, ManifestEntry, Waiting
 
 DUPLICATE = "duplicate"
+
+
+@dataclass
+class TrainingRoom:
+    """Leases that may be given: ``lacking`` rollouts of ``begun`` groups, and ``new_groups`` whole ones."""
+
+    begun: set[str]
+    lacking: int
+    new_groups: int
+
+    def take(self, group: str, size: int) -> None:
+        """A rollout of ``group`` is leased."""
+        if group in self.begun:
+            self.lacking -= 1
+        else:
+            self.begun.add(group)
+            self.new_groups -= 1
+            self.lacking += size - 1
 
 
 class ControllerState:
@@ -48,15 +69,18 @@ class ControllerState:
         self.workers = WorkerBook(config.transport.dead_after_s)
         self.leases = LeaseBook(self.generation)
         self.prompts = PromptSource(config.buffer.max_attempts)
+        self.groups = GroupBook(config.loop.group_size, config.loop.partial_groups)
         self.batches = BatchBook(
             batch_size=config.loop.batch_size,
             max_lag=config.loop.max_lag,
             keep_checkpoints=config.checkpoint.keep,
+            max_stale_share=config.loop.max_stale_share,
+            groups=self.groups,
         )
         self.evaluations = EvaluationBook(config.evaluation.problems, config.buffer.max_attempts, finished_evaluations)
         self.admission = Admission.from_config(config)
         self.counters: dict[str, float] = {}
-        self._lessor = Lessor(config, environment, self.leases)
+        self._lessor = Lessor(config, environment, self.leases, self.groups)
         self._wall_clock = wall_clock
         self._training = False
         self._wanted: int | None = None
@@ -81,6 +105,8 @@ class ControllerState:
         for summary in journaled:
             self.batches.add(summary)
             self._settle(summary.trajectory_id)
+        self.batches.bury_dead(0, self._records)
+        self._forget_dead_groups()
         self.prompts.recovered(due=now + self.config.transport.dead_after_s)
 
     # what the caller must do
@@ -145,7 +171,9 @@ class ControllerState:
             return DUPLICATE
         if summary.prompt_id != self._prompt_id(summary.trajectory_id, key):
             return f"prompt_id: {summary.prompt_id!r} is not the prompt of the lease"
-        if not summary.has_logprobs:
+        if summary.group_id != self.groups.name(key.index):
+            return f"group_id: {summary.group_id!r} is not the group of the lease, {self.groups.name(key.index)!r}"
+        if self.config.wants_logprobs and not summary.has_logprobs:
             return "rollout_logprobs: null, and the objective needs them"
         if summary.tokens > self.config.environment.max_tokens:
             limit = self.config.environment.max_tokens
@@ -179,6 +207,7 @@ class ControllerState:
     def request_batch(self, step: int, version: int, now: float) -> Manifest | Waiting:
         """The batch of ``step`` for weights ``version``, or how far it is. ValueError: a step that cannot be had."""
         chosen = self.batches.request(step, version, self._records)
+        self._forget_dead_groups()
         self._training = True
         self._reached(version, went_back=self.version is not None and version < self.version)
         if chosen is None:
@@ -224,33 +253,60 @@ class ControllerState:
     def grant(self, now: float) -> dict[bytes, list[Lease]]:
         """New leases by worker: evaluations first, then training, spread over the workers with room."""
         granted: dict[bytes, list[Lease]] = {}
-        training = self.training_room()
+        room = self._training_room()
         rooms = {peer: self._room(peer) for peer in self.workers.peers}
         while rooms:
-            for peer in [peer for peer, room in rooms.items() if room == 0]:
+            for peer in [peer for peer, free in rooms.items() if free == 0]:
                 del rooms[peer]
             for peer in rooms:
-                lease = self._next_lease(training, now)
+                lease = self._next_lease(room, now)
                 if lease is None:
                     return granted
-                training -= lease.split == TRAIN
                 rooms[peer] -= 1
                 self._give(lease, peer, now)
                 granted.setdefault(peer, []).append(lease)
         return granted
 
     def training_room(self) -> int:
-        """How many more training leases may be given now."""
+        """How many more training leases may be given now: what begun groups still lack, and whole new groups."""
+        room = self._training_room()
+        return room.lacking + room.new_groups * self.groups.size
+
+    def _training_room(self) -> "TrainingRoom":
         if not self._training:
-            return 0
-        waiting, leased = len(self.batches.buffer), self.leases.training
-        room = self.admission.room(waiting=waiting, waiting_bytes=self.batches.buffer.nbytes, leased=leased)
+            return TrainingRoom(set(), 0, 0)
+        begun = self._begun_groups()
+        lacking = sum(self.groups.expected(group) - number for group, number in begun.items())
+        leased = self.leases.training + lacking
+        waiting, nbytes = len(self.batches.buffer), self.batches.buffer.nbytes
+        room = self.admission.room(waiting=waiting, waiting_bytes=nbytes, leased=leased) // self.groups.size
+        return TrainingRoom(set(begun), lacking, max(0, min(room, self._groups_needed() - len(begun))))
+
+    def _begun_groups(self) -> dict[str, int]:
+        """How many trajectories of each group wait or are on lease."""
+        begun: dict[str, int] = {}
+        for summary in self.batches.buffer.waiting():
+            begun[summary.group_id] = begun.get(summary.group_id, 0) + 1
+        for held in self.leases.all():
+            if held.key.is_training:
+                group = self.groups.name(held.key.index)
+                begun[group] = begun.get(group, 0) + 1
+        return begun
+
+    def _groups_needed(self) -> int:
+        """How many groups may be under way: for the step that is waited for, or for all that is left of the run.
+
+        What is begun while the trainer is at work will be stale for its next step: no more of it than may be used.
+        """
         loop = self.config.loop
+        a_batch = loop.batch_size // self.groups.size
+        wanted = a_batch if self._wanted is not None else 0
         if loop.mode == "sync":
-            needed = loop.batch_size if self._wanted is not None else 0
-        else:
-            needed = (loop.steps - self.batches.next_step) * loop.batch_size
-        return min(room, max(0, needed - waiting - leased))
+            return wanted
+        left = (loop.steps - self.batches.next_step) * a_batch
+        if loop.max_stale_share < 1:
+            left = min(left, wanted + self.batches.most_stale // self.groups.size)
+        return left
 
     # numbers
 
@@ -299,21 +355,39 @@ class ControllerState:
             return 0
         return max(0, min(worker.free, self.config.rollout.concurrency - self.leases.count(peer)))
 
-    def _next_lease(self, training_room: int, now: float) -> Lease | None:
+    def _next_lease(self, room: "TrainingRoom", now: float) -> Lease | None:
         problem = self.evaluations.take(self.version)
         if problem is not None:
             evaluation, index = problem
             sampled = evaluation.asked.mode == "sampled"
             key = Key(evaluation.asked.evaluation_id, index)
             return self._lessor.make(key, float(sampled), evaluation.asked.version)
-        if training_room <= 0 or self.version is None:
+        rollout = self._next_rollout(room, now) if self.version is not None else None
+        if rollout is None or self.version is None:
             return None
-        lag = self.config.loop.max_lag if self.config.loop.mode == "async" else 0
-        key = Key(TRAIN, self.prompts.take(now, self._records))
+        loop = self.config.loop
+        # With a bound on the share of stale ones, a lease given to stale weights would waste room for fresh ones.
+        lag = loop.max_lag if loop.mode == "async" and loop.max_stale_share == 1 else 0
+        key = Key(TRAIN, rollout)
         return self._lessor.make(key, self.config.rollout.temperature, max(0, self.version - lag))
 
+    def _next_rollout(self, room: "TrainingRoom", now: float) -> int | None:
+        """The next one of a begun group, or the first one of a new group if there is room for all of it."""
+        if room.lacking + room.new_groups == 0:
+            return None
+        index = self.prompts.take(
+            now,
+            self._records,
+            begun=lambda index: self.groups.name(index) in room.begun,
+            may_begin=room.new_groups > 0,
+        )
+        if index is not None:
+            room.take(self.groups.name(index), self.groups.expected(self.groups.name(index)))
+        return index
+
     def _give(self, lease: Lease, peer: bytes, now: float) -> None:
-        key = Key(lease.evaluation_id or TRAIN, lease.prompt_index)
+        key = parse_lease_id(lease.lease_id)
+        assert key is not None
         expires = now + self.config.buffer.lease_timeout_s
         self.leases.put(Held(lease.lease_id, key, peer, expires, lease.min_version, lease.prompt_id))
         worker = self.workers.get(peer)
@@ -367,6 +441,22 @@ class ControllerState:
         if gave_up:
             self.count("given_up" if key.is_training else "evaluation_given_up")
             self.leases.settle(key)
+        if gave_up and key.is_training:
+            self.batches.lose(self.groups.name(key.index), self.version or 0, self._records)
+            self._forget_dead_groups()
+
+    def _forget_dead_groups(self) -> None:
+        """Give up what is left of groups that died: nobody needs to work on it any more."""
+        for group in self.batches.take_died():
+            for index in self.groups.members(group):
+                if self.prompts.is_settled(index):
+                    continue
+                self.prompts.give_up(index, "incomplete_group", self._records)
+                self.count("given_up")
+                held = self.leases.of_key(Key(TRAIN, index))
+                if held is not None:
+                    self._recalled.setdefault(held.peer, []).append(held.lease_id)
+                    self.leases.settle(held.key)
 
 
 def _entry(summary: Summary) -> ManifestEntry:
@@ -378,4 +468,7 @@ def _entry(summary: Summary) -> ManifestEntry:
         newest_version=summary.newest_version,
         reward=summary.reward,
         truncated=summary.truncated,
+        prompt_id=summary.prompt_id,
+        group_id=summary.group_id,
+        task=summary.task,
     )

@@ -64,7 +64,7 @@ class MegatronModel:
         return [_unwrap(chunk) for chunk in self.chunks]
 
 
-def build_model(role: Role, path: Path, config: Config, *, load: bool = True) -> MegatronModel:
+def build_model(role: Role, path: Path, config: Config, *, load: bool = True, frozen: bool = False) -> MegatronModel:
     """Build this rank's part of a model and, with ``load``, read its weights from the checkpoint.
 
     Every rank calls this, after :func:`megasao.megatron.runtime.set_layout`.
@@ -74,6 +74,7 @@ def build_model(role: Role, path: Path, config: Config, *, load: bool = True) ->
             language-model head, and frozen attention where ``config.critic.freeze_attention``.
         path: Hugging Face directory (config.json, *.safetensors).
         load: False leaves random weights.
+        frozen: nothing trains: a reference, for forward passes alone.
 
     Raises:
         ValueError: the architecture or a setting of config.json is not supported, or weights are missing or left over.
@@ -83,8 +84,10 @@ def build_model(role: Role, path: Path, config: Config, *, load: bool = True) ->
     hf_config = read_hf_config(path)
     transformer_config = make_transformer_config(hf_config, config.model, config.parallel)
     gpt = _build_gpt(role, hf_config, transformer_config, config)
-    if role == "critic" and config.critic.freeze_attention:
+    if role == "critic" and config.value_model.freeze_attention:
         freeze_all_but_ffn_and_head(gpt)
+    if frozen:
+        gpt.requires_grad_(False)
     model = MegatronModel(role, [_wrap(gpt, transformer_config)], transformer_config, hf_config)
     if load:
         load_hf(model, path)
@@ -251,7 +254,7 @@ def _build_gpt(role: Role, hf_config: dict[str, Any], config: TransformerConfig,
         rotary_base=rope_theta(hf_config),
     )
     if role == "critic" and gpt.post_process:
-        gpt.output_layer = ValueHead(config, run.critic.head_bias)
+        gpt.output_layer = ValueHead(config, run.value_model.head_bias)
     return gpt
 
 

@@ -72,6 +72,13 @@ class Optimizer:
             for group in inner.param_groups:
                 group["step"] = step
 
+    def reset(self) -> None:
+        """Forget the moments and the number of updates, as before the first one."""
+        for inner in self._inner_optimizers():
+            inner.state.clear()
+            for group in inner.param_groups:
+                group.pop("step", None)
+
     def updates(self) -> int:
         """Updates that Adam has made so far: the count that its bias correction uses."""
         inner = self._inner_optimizers()

@@ -64,7 +64,7 @@ class PanelState:
             return "starting SAO" if self.controller else "starting"
         if self.finished >= self.total:
             return "last evaluation"
-        return "SAO, critic warm-up" if self.finished < self.config.critic.warmup_steps else "SAO"
+        return "SAO, critic warm-up" if self.finished < self.config.warmup_steps else "SAO"
 
     @property
     def total(self) -> int:

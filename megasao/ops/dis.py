@@ -83,7 +83,9 @@ def accepted_tokens(
 
 
 def summarize(stats: Stats) -> dict[str, float | None]:
-    """Statistics of all action tokens from the (added) sums of ``dis_loss``; None where there is no token.
+    """Statistics of all action tokens from the (added) sums of ``dis_loss``, or of ``ratio_stats`` alone.
+
+    None where there is no token.
 
     ``masked_low``, ``masked_high``, ``invalid`` are shares of the action tokens; ``ratio_mean``, ``ratio_max``,
     ``log_ratio_abs_mean``, ``kl_k3`` = mean(r - 1 - log r) in nats, an estimate of KL(rollout || policy);
@@ -93,7 +95,8 @@ def summarize(stats: Stats) -> dict[str, float | None]:
     tokens, valid = sums["tokens"], sums["tokens"] - sums["invalid"]
     summary: dict[str, float | None] = {"tokens": tokens}
     for name in ("masked_low", "masked_high", "invalid"):
-        summary[name] = sums[name] / tokens if tokens else None
+        if name in sums:
+            summary[name] = sums[name] / tokens if tokens else None
     for name in ("ratio", "log_ratio_abs"):
         summary[f"{name}_mean"] = sums[f"{name}_sum"] / valid if valid else None
     summary["ratio_max"] = sums["ratio_max"] if valid else None

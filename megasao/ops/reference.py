@@ -101,6 +101,26 @@ def dis_band(
     return log_ratio, accepted, low, high
 
 
+def dis_token_losses(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+) -> tuple[Tensor, Tensor, Stats]:
+    """(-f(r) * A * log p of each token [T] with f(r) detached, bool [T] inside the band, sums of the statistics)."""
+    log_ratio, accepted, low, high = dis_band(
+        logprobs, rollout_logprobs, action_mask, eps_low=eps_low, eps_high=eps_high
+    )
+    ratio = torch.exp(torch.where(accepted, log_ratio, 0.0))
+    weight = ratio * torch.where(accepted, advantages.detach(), 0.0)
+    losses = -(weight * torch.where(accepted, logprobs, 0.0))
+    masked = {"masked_low": low.sum(dtype=torch.float64), "masked_high": high.sum(dtype=torch.float64)}
+    return losses, accepted, {**ratio_stats(log_ratio, action_mask), **masked}
+
+
 def dis_loss_reference(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -112,16 +132,14 @@ def dis_loss_reference(
     denominator: Tensor | float,
 ) -> tuple[Tensor, Stats]:
     """-sum(f(r) * A * log p) / denominator with f(r) detached, and the sums behind its statistics."""
-    log_ratio, accepted, low, high = dis_band(
-        logprobs, rollout_logprobs, action_mask, eps_low=eps_low, eps_high=eps_high
+    losses, _, stats = dis_token_losses(
+        logprobs, rollout_logprobs, advantages, action_mask, eps_low=eps_low, eps_high=eps_high
     )
-    ratio = torch.exp(torch.where(accepted, log_ratio, 0.0))
-    weight = ratio * torch.where(accepted, advantages.detach(), 0.0)
-    loss = -(weight * torch.where(accepted, logprobs, 0.0)).sum() / denominator
-    return loss, _dis_stats(log_ratio, action_mask, low, high)
+    return losses.sum() / denominator, stats
 
 
-def _dis_stats(log_ratio: Tensor, action_mask: Tensor, low: Tensor, high: Tensor) -> Stats:
+def ratio_stats(log_ratio: Tensor, action_mask: Tensor) -> Stats:
+    """Sums behind the statistics of the ratio policy / rollout policy, from detached log-ratios [T]."""
     invalid = action_mask & torch.isnan(log_ratio)
     valid = action_mask & ~invalid
     clamped = torch.where(valid, log_ratio.double(), 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
@@ -130,8 +148,6 @@ def _dis_stats(log_ratio: Tensor, action_mask: Tensor, low: Tensor, high: Tensor
     return {
         "tokens": action_mask.sum(dtype=torch.float64),
         "invalid": invalid.sum(dtype=torch.float64),
-        "masked_low": low.sum(dtype=torch.float64),
-        "masked_high": high.sum(dtype=torch.float64),
         "ratio_sum": ratio.sum(),
         "ratio_square_sum": ratio.square().sum(),
         "log_ratio_abs_sum": clamped.abs().sum(),

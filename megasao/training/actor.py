@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megasao.algorithms.kl_penalty import kl_penalties
 from megasao.algorithms.objectives import Objective, PolicyInputs, make_objective
 from megasao.config import Config
 from megasao.megatron.models import MegatronModel, build_model
@@ -31,12 +32,15 @@ class Actor:
     optimizer: Optimizer
     topology: Topology
     config: Config
+    reference: MegatronModel | None = None
+    """The policy that the run started from, frozen; where ``algorithm.kl`` is on."""
 
     @classmethod
     def build(cls, path: Path, config: Config, topology: Topology) -> "Actor":
         """The policy of the Hugging Face checkpoint at ``path``."""
         model = build_model("actor", path, config)
-        return cls(model, build_optimizer(model, config.actor.optimizer), topology, config)
+        reference = build_model("actor", path, config, frozen=True) if config.algorithm.kl.coefficient else None
+        return cls(model, build_optimizer(model, config.actor.optimizer), topology, config, reference)
 
     def logprobs(self, batch: Batch) -> list[torch.Tensor]:
         """float32 [T] per row: log p of each token given those before it, at its sampling temperature."""
@@ -46,19 +50,27 @@ class Actor:
         """One optimizer step. ``advantages``: float32 [T] per row. Returns metrics over the whole step."""
         objective = make_objective(self.config.algorithm.objective)
         denominator = self._denominator(batch, advantages, objective)
-        total_steps = max(1, self.config.loop.steps - self.config.critic.warmup_steps)
+        total_steps = max(1, self.config.loop.steps - self.config.warmup_steps)
         rate = learning_rate(self.config.actor.optimizer, actor_step, total_steps)
+        reference = forward_only(self.reference, [r.row for r in batch.rows]) if self.reference is not None else None
 
         def loss(index: int, logprobs: torch.Tensor) -> tuple[torch.Tensor, Stats]:
             value, stats = objective.loss(self._inputs(batch, advantages, index, logprobs), denominator)
-            return value, {**stats, "loss": value.detach().double()}
+            stats["loss"] = value.detach().double()
+            if reference is not None:
+                penalty = self._penalty(batch, index, logprobs, reference[index])
+                stats["penalty"] = penalty.detach().double()
+                value = value + self.config.algorithm.kl.coefficient * penalty
+            return value, stats
 
         self.optimizer.zero_grad()
         stats = forward_backward(self.model, [r.row for r in batch.rows], loss)
         grad_norm = self.optimizer.step(rate)
         totals = reduce_stats(stats, self.topology)
+        penalty = {} if reference is None else {"kl_reference": float(totals["penalty"])}
         return {
             **objective.summarize(totals),
+            **penalty,
             "loss": float(totals["loss"]),
             "grad_norm": grad_norm,
             "lr": rate,
@@ -70,10 +82,28 @@ class Actor:
         row = batch.rows[index]
         return PolicyInputs(
             logprobs=logprobs,
-            rollout_logprobs=row.rollout_logprobs,
+            rollout_logprobs=row.rollout_logprobs if self.config.wants_logprobs else None,
             advantages=advantages[index],
             action_mask=row.action_mask,
+            cu_seqlens=row.row.cu_seqlens,
         )
+
+    def _penalty(self, batch: Batch, index: int, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+        """The row's part of the mean KL estimate over the step's action tokens."""
+        penalties = kl_penalties(logprobs, reference, batch.rows[index].action_mask, self.config.algorithm.kl.estimator)
+        return penalties.sum() / max(batch.action_tokens, 1)
+
+    def kept(
+        self, batch: Batch, advantages: Sequence[torch.Tensor], logprobs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """bool [T] per row: the action tokens that may carry gradient at these ``logprobs``, float32 [T] per row."""
+        objective = make_objective(self.config.algorithm.objective)
+        return [objective.kept(self._inputs(batch, advantages, index, values)) for index, values in enumerate(logprobs)]
+
+    def pushed(self) -> None:
+        """The weights were sent to the engines."""
+        if self.config.actor.reset_optimizer:
+            self.optimizer.reset()
 
     def _denominator(self, batch: Batch, advantages: Sequence[torch.Tensor], objective: Objective) -> float:
         """The step's global denominator; ``accepted_tokens`` costs a forward pass to count them."""

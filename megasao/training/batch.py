@@ -38,6 +38,8 @@ class Batch:
     action_tokens: int
     sequences: int
     tokens: int
+    entries: tuple[ManifestEntry, ...]
+    """What is known of every trajectory of the step, in the manifest's order."""
 
 
 def train_row(packed: PackedRow, trajectories: Sequence[Trajectory]) -> TrainRow:
@@ -67,6 +69,23 @@ def pack_trajectories(
         action_tokens=sum(sum(t.action_mask) for t in trajectories),
         sequences=len(trajectories),
         tokens=sum(len(t.tokens) for t in trajectories),
+        entries=tuple(entry_of(t) for t in trajectories),
+    )
+
+
+def entry_of(trajectory: Trajectory) -> ManifestEntry:
+    """What a manifest says of a trajectory."""
+    return ManifestEntry(
+        trajectory_id=trajectory.trajectory_id,
+        tokens=len(trajectory.tokens),
+        action_tokens=sum(trajectory.action_mask),
+        oldest_version=trajectory.oldest_version,
+        newest_version=trajectory.newest_version,
+        reward=sum(trajectory.rewards),
+        truncated=trajectory.finish_reason != "done",
+        prompt_id=trajectory.prompt_id,
+        group_id=trajectory.group_id,
+        task=trajectory.task,
     )
 
 
@@ -87,6 +106,7 @@ def pack_manifest(
         action_tokens=sum(e.action_tokens for e in entries),
         sequences=len(entries),
         tokens=sum(e.tokens for e in entries),
+        entries=tuple(entries),
     )
 
 

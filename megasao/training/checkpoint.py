@@ -1,7 +1,7 @@
-"""Checkpoints of a whole run: both models, both optimizers, RNG, the controller's state; or no checkpoint.
+"""Checkpoints of a whole run: models, optimizers, RNG, estimator, the controller's state; or no checkpoint.
 
-Layout: ``checkpoints/step_000050/{actor/, critic/, rng-<rank>.safetensors, trainer.json, controller.json, COMPLETE}``
-and the pointer file ``checkpoints/latest``.
+Layout: ``checkpoints/step_000050/{actor/, critic/, rng-<rank>.safetensors, trainer.json, estimator.json,
+controller.json, COMPLETE}`` and the pointer file ``checkpoints/latest``. Without a critic there is no ``critic/``.
 
 Invariants:
 - ``COMPLETE`` is written last, ``latest`` after it; a directory without ``COMPLETE`` is never loaded;
@@ -22,6 +22,7 @@ from megasao.megatron.checkpoint import load_model, save_model
 from megasao.megatron.runtime import Topology
 from megasao.training.actor import Actor
 from megasao.training.critic import Critic
+from megasao.training.estimator import Estimator
 
 COMPLETE = "COMPLETE"
 LATEST = "latest"
@@ -56,7 +57,8 @@ def save(
     run: RunDirectory,
     progress: Progress,
     actor: Actor,
-    critic: Critic,
+    critic: Critic | None,
+    estimator: Estimator,
     topology: Topology,
     *,
     controller_state: dict[str, Any] | None,
@@ -70,11 +72,13 @@ def save(
         directory.mkdir(parents=True)
     topology.barrier()
     save_model(actor.model, actor.optimizer, directory / "actor")
-    save_model(critic.model, critic.optimizer, directory / "critic")
+    if critic is not None:
+        save_model(critic.model, critic.optimizer, directory / "critic")
     save_file({"torch": torch.get_rng_state()}, directory / f"rng-{topology.rank}.safetensors")
     topology.barrier()
     if topology.rank == 0:
         write_atomically(directory / "trainer.json", json.dumps(asdict(progress), indent=2))
+        write_atomically(directory / "estimator.json", json.dumps(estimator.state()))
         write_atomically(directory / "controller.json", json.dumps(controller_state, indent=2))
         write_atomically(directory / COMPLETE, "")
         write_atomically(run.checkpoints / LATEST, directory.name)
@@ -95,15 +99,20 @@ def prune(run: RunDirectory, keep: int) -> None:
         shutil.rmtree(directory)
 
 
-def restore(run: RunDirectory, actor: Actor, critic: Critic, topology: Topology) -> Progress:
-    """Load the latest checkpoint into both roles, or leave them as they are; every rank enters."""
+def restore(
+    run: RunDirectory, actor: Actor, critic: Critic | None, estimator: Estimator, topology: Topology
+) -> Progress:
+    """Load the latest checkpoint into the roles, or leave them as they are; every rank enters."""
     directory = latest_checkpoint(run)
     if directory is None:
         return Progress()
-    missing = [n for n in ("actor", "critic", "trainer.json", "controller.json") if not (directory / n).exists()]
+    parts = ["actor", *(["critic"] if critic is not None else []), "trainer.json", "estimator.json", "controller.json"]
+    missing = [name for name in parts if not (directory / name).exists()]
     if missing:
         raise ValueError(f"checkpoint {directory} lacks {', '.join(missing)}; restore an older one or start over")
     load_model(actor.model, actor.optimizer, directory / "actor")
-    load_model(critic.model, critic.optimizer, directory / "critic")
+    if critic is not None:
+        load_model(critic.model, critic.optimizer, directory / "critic")
+    estimator.load(json.loads((directory / "estimator.json").read_text(encoding="utf-8")))
     torch.set_rng_state(load_file(directory / f"rng-{topology.rank}.safetensors")["torch"])
     return Progress(**json.loads((directory / "trainer.json").read_text(encoding="utf-8")))

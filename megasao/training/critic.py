@@ -36,20 +36,34 @@ class Critic:
     def build(cls, path: Path, config: Config, topology: Topology) -> "Critic":
         """The policy of ``path`` with its output layer replaced by a value head."""
         model = build_model("critic", path, config)
-        return cls(model, build_optimizer(model, config.critic.optimizer), topology, config)
+        return cls(model, build_optimizer(model, config.value_model.optimizer), topology, config)
 
     def values(self, batch: Batch) -> list[torch.Tensor]:
         """float32 [T] per row: V of the tokens before each token."""
         return forward_only(self.model, [r.row for r in batch.rows])
 
-    def update(self, batch: Batch, returns: Sequence[torch.Tensor], *, step: int) -> dict[str, float | None]:
-        """One optimizer step on E[(V - R)^2] over action tokens. ``returns``: float32 [T] per row."""
+    def update(
+        self,
+        batch: Batch,
+        returns: Sequence[torch.Tensor],
+        *,
+        old_values: Sequence[torch.Tensor],
+        step: int,
+    ) -> dict[str, float | None]:
+        """One optimizer step on E[(V - R)^2] over action tokens. ``returns``, ``old_values``: float32 [T] per row.
 
-        rate = learning_rate(self.config.critic.optimizer, step, self.config.loop.steps)
+        ``old_values`` are those of before the step's first update: ``critic.value_clip`` counts from them.
+        """
+        options = self.config.value_model
+        rate = learning_rate(options.optimizer, step, self.config.loop.steps)
 
         def loss(index: int, values: torch.Tensor) -> tuple[torch.Tensor, Stats]:
             return value_loss(
-                values, returns[index], batch.rows[index].action_mask, denominator=float(batch.action_tokens)
+                values,
+                returns[index],
+                batch.rows[index].action_mask,
+                denominator=float(batch.action_tokens),
+                clip=None if options.value_clip is None else (old_values[index], options.value_clip),
             )
 
         self.optimizer.zero_grad()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from megasao.config.algorithm import DisObjective
 from megasao.environments.encoding import TokenizerCodec
 from megasao.training.batch import Batch
 from megasao.training.step import StepResult
@@ -21,43 +20,44 @@ from megasao.trajectories.schema import Trajectory
 def example_rows(
     batch: Batch,
     logprobs: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor],
     result: StepResult,
     codec: TokenizerCodec,
-    objective: DisObjective,
     *,
     count: int,
 ) -> list[dict[str, Any]]:
-    """The first ``count`` trajectories of this rank's rows. ``logprobs``: float32 [T] per row."""
+    """The first ``count`` trajectories of this rank's rows. ``logprobs`` float32, ``kept`` bool: [T] per row.
+
+    What the algorithm does not have (values, returns, rollout log-probs, ratios) is left out.
+    """
     examples: list[dict[str, Any]] = []
     for index, row in enumerate(batch.rows):
         bounds = row.row.cu_seqlens.tolist()
+        per_token = {"logprobs": logprobs[index], "kept": kept[index], **_estimates(result, index)}
         for number, trajectory in enumerate(row.trajectories):
             if len(examples) == count:
                 return examples
             part = slice(bounds[number], bounds[number + 1])
-            numbers = {
-                "logprobs": logprobs[index][part].tolist(),
-                "values": result.values[index][part].tolist(),
-                "advantages": result.advantages[index].advantages[part].tolist(),
-                "returns": result.advantages[index].returns[part].tolist(),
-            }
-            examples.append(_example(trajectory, numbers, codec, objective))
+            numbers = {name: tensor[part].tolist() for name, tensor in per_token.items()}
+            examples.append(_example(trajectory, numbers, codec))
     return examples
 
 
-def _example(
-    trajectory: Trajectory, numbers: dict[str, list[float]], codec: TokenizerCodec, objective: DisObjective
-) -> dict[str, Any]:
-    mask = trajectory.action_mask
-    rollout = trajectory.rollout_logprobs or [0.0] * len(mask)
-    log_ratios = [ours - theirs for ours, theirs in zip(numbers["logprobs"], rollout, strict=True)]
-    low, high = math.log1p(-objective.eps_low), math.log1p(objective.eps_high)
-    per_token: dict[str, list[Any]] = {
-        **numbers,
-        "rollout_logprobs": rollout,
-        "ratio": [math.exp(min(x, 80.0)) for x in log_ratios],
-        "kept": [low < x < high for x in log_ratios],
-    }
+def _estimates(result: StepResult, index: int) -> dict[str, torch.Tensor]:
+    estimate = result.advantages[index]
+    tensors = {"advantages": estimate.advantages}
+    if estimate.returns is not None:
+        tensors["returns"] = estimate.returns
+    if result.values:
+        tensors["values"] = result.values[index]
+    return tensors
+
+
+def _example(trajectory: Trajectory, numbers: dict[str, list[Any]], codec: TokenizerCodec) -> dict[str, Any]:
+    mask, rollout = trajectory.action_mask, trajectory.rollout_logprobs
+    if rollout is not None:
+        log_ratios = [ours - theirs for ours, theirs in zip(numbers["logprobs"], rollout, strict=True)]
+        numbers = {**numbers, "rollout_logprobs": rollout, "ratio": [math.exp(min(x, 80.0)) for x in log_ratios]}
     return {
         "trajectory_id": trajectory.trajectory_id,
         "prompt_id": trajectory.prompt_id,
@@ -70,6 +70,6 @@ def _example(
         "action_mask": mask,
         **{
             name: [value if action else None for value, action in zip(values, mask, strict=True)]
-            for name, values in per_token.items()
+            for name, values in numbers.items()
         },
     }

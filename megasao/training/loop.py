@@ -26,6 +26,7 @@ from megasao.training.actor import Actor
 from megasao.training.batch import Batch
 from megasao.training.checkpoint import Progress
 from megasao.training.critic import Critic
+from megasao.training.estimator import Estimator
 from megasao.training.examples import example_rows
 from megasao.training.metrics import batch_metrics, throughput_metrics
 from megasao.training.source import BatchSource, ask
@@ -51,7 +52,9 @@ class Trainer:
     config: Config
     topology: Topology
     actor: Actor
-    critic: Critic
+    critic: Critic | None
+    """None where the estimator needs no values."""
+    estimator: Estimator
     source: BatchSource
     client: ControllerClient
     codec: TokenizerCodec
@@ -63,7 +66,7 @@ class Trainer:
 
     def train(self) -> None:
         """Run the configured steps from the latest checkpoint to the end."""
-        self.progress = checkpoint.restore(self.run, self.actor, self.critic, self.topology)
+        self.progress = checkpoint.restore(self.run, self.actor, self.critic, self.estimator, self.topology)
         self.publish()
         self.evaluate_when_due(first=self.progress.step == 0)
         while self.progress.step < self.config.loop.steps:
@@ -71,7 +74,7 @@ class Trainer:
         self.finish()
 
     def train_step(self) -> None:
-        """One step: batch, SAO update, publication, evaluation, checkpoint."""
+        """One step: batch, update, publication, evaluation, checkpoint."""
         started = time.perf_counter()
         step, version = self.progress.step, self.progress.version
         metrics: dict[str, float | None] = {}
@@ -81,9 +84,9 @@ class Trainer:
             batch = self.source.load(manifest)
         show = step % self.config.observability.examples_every == 0
         logprobs = self.actor.logprobs(batch) if show else []
-        result = sao_step(self.actor, self.critic, batch, step=step, config=self.config)
+        result = sao_step(self.actor, self.critic, self.estimator, batch, step=step, config=self.config)
         metrics.update(result.metrics)
-        actor_moved = step >= self.config.critic.warmup_steps
+        actor_moved = step >= self.config.warmup_steps
         self.progress = dataclasses.replace(
             self.progress,
             step=step + 1,
@@ -111,13 +114,9 @@ class Trainer:
         self, batch: Batch, logprobs: list[torch.Tensor], result: StepResult, *, step: int, version: int
     ) -> None:
         """Save a few of this rank's trajectories for the report."""
+        kept = self.actor.kept(batch, [a.advantages for a in result.advantages], logprobs)
         rows = example_rows(
-            batch,
-            logprobs,
-            result,
-            self.codec,
-            self.config.algorithm.objective,
-            count=self.config.observability.examples_per_step,
+            batch, logprobs, kept, result, self.codec, count=self.config.observability.examples_per_step
         )
         write_examples(self.run, step, version, rows)
 
@@ -126,6 +125,7 @@ class Trainer:
         tensors = export_hf(self.actor.model)
         if self.publisher is not None:
             self.publisher.publish(self.progress.version, tensors)
+        self.actor.pushed()
 
     def evaluate_when_due(self, *, first: bool = False, final: bool = False) -> None:
         """Ask for a background evaluation at version 0, at every multiple of ``every``, and at the end."""
@@ -148,6 +148,7 @@ class Trainer:
             self.progress,
             self.actor,
             self.critic,
+            self.estimator,
             self.topology,
             controller_state=state,
             keep=self.config.checkpoint.keep,

@@ -8,6 +8,7 @@ from megasao.megatron.runtime import Topology
 from megasao.observability.metrics import MetricsWriter
 from megasao.training.actor import Actor
 from megasao.training.critic import Critic
+from megasao.training.estimator import Estimator
 from megasao.training.loop import Trainer
 from megasao.training.source import BatchSource
 from megasao.training.world import trainer_world
@@ -25,7 +26,7 @@ def run(run: RunDirectory, config: Config) -> None:
 
 
 def build_trainer(run: RunDirectory, config: Config, topology: Topology) -> Trainer:
-    """Both roles from the same checkpoint, and this rank's connections."""
+    """The roles, both from the same checkpoint, and this rank's connections."""
     endpoints = run.read_endpoints()
     keys = load_keys(run.keys) if config.transport.curve else None
     path = run.policy_path(config)
@@ -52,7 +53,8 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology) -> Trai
         config=config,
         topology=topology,
         actor=Actor.build(path, config, topology),
-        critic=Critic.build(path, config, topology),
+        critic=Critic.build(path, config, topology) if config.critic is not None else None,
+        estimator=Estimator(config.algorithm, topology.all_reduce_data),
         source=BatchSource(client, topology, config, LifeSign(run.heartbeat(f"trainer-{topology.rank}"))),
         client=client,
         codec=TokenizerCodec.from_directory(path),

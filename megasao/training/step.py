@@ -1,8 +1,9 @@
-"""One SAO training step: values, advantages, K critic updates, one actor update (DESIGN section 4).
+"""One training step: values, advantages, K critic updates, one actor update (DESIGN section 4).
 
 Invariants, asserted by the tests:
 - the step's numbers and gradients do not depend on the parallel layout or on how trajectories are packed;
-- advantages come from the values before the step's updates.
+- advantages come from the values before the step's updates;
+- without a critic (group and running-mean baselines) the same step has neither values nor critic updates.
 """
 
 import time
@@ -12,11 +13,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megasao.algorithms.advantages import Advantages, skip_observation_gae
+from megasao.algorithms.advantages import Advantages
 from megasao.config import Config
 from megasao.training.actor import Actor
 from megasao.training.batch import Batch
 from megasao.training.critic import Critic
+from megasao.training.estimator import Estimator
 
 
 @dataclass
@@ -36,28 +38,30 @@ def timed(metrics: dict[str, float | None], name: str) -> Iterator[None]:
     metrics[name] = (metrics.get(name) or 0.0) + time.perf_counter() - start
 
 
-def estimate_advantages(batch: Batch, values: list[torch.Tensor], config: Config) -> list[Advantages]:
-    """The estimator, row by row; every sequence lies whole in one row."""
-    return [
-        skip_observation_gae(row.rewards, value, row.action_mask, row.row.cu_seqlens, config.algorithm.advantages)
-        for row, value in zip(batch.rows, values, strict=True)
-    ]
-
-
-def sao_step(actor: Actor, critic: Critic, batch: Batch, *, step: int, config: Config) -> StepResult:
+def sao_step(
+    actor: Actor, critic: Critic | None, estimator: Estimator, batch: Batch, *, step: int, config: Config
+) -> StepResult:
     """Train on ``batch``. Before ``critic.warmup_steps`` only the critic moves."""
     result = StepResult()
     metrics = result.metrics
     with timed(metrics, "time/values"):
-        result.values = critic.values(batch)
-        result.advantages = estimate_advantages(batch, result.values, config)
-    with timed(metrics, "time/critic"):
-        returns = [a.returns for a in result.advantages]
-        updates = [critic.update(batch, returns, step=step) for _ in range(config.critic.updates_per_actor_update)]
-        metrics.update({f"critic/{name}": value for name, value in updates[0].items()})
-    if step >= config.critic.warmup_steps:
+        result.values = critic.values(batch) if critic is not None else []
+        result.advantages = estimator.estimate(batch, result.values)
+    if critic is not None:
+        with timed(metrics, "time/critic"):
+            updates = _update_critic(critic, batch, result, step)
+            metrics.update({f"critic/{name}": value for name, value in updates[0].items()})
+    if step >= config.warmup_steps:
         with timed(metrics, "time/actor"):
             advantages = [a.advantages for a in result.advantages]
-            update = actor.update(batch, advantages, actor_step=step - config.critic.warmup_steps)
+            update = actor.update(batch, advantages, actor_step=step - config.warmup_steps)
             metrics.update({f"actor/{name}": value for name, value in update.items()})
     return result
+
+
+def _update_critic(critic: Critic, batch: Batch, result: StepResult, step: int) -> list[dict[str, float | None]]:
+    """The K updates of a step, all towards the same targets; metrics of each."""
+    returns = [a.returns for a in result.advantages if a.returns is not None]
+    assert len(returns) == len(batch.rows), "the estimator gives the critic no targets"
+    count = critic.config.value_model.updates_per_actor_update
+    return [critic.update(batch, returns, old_values=result.values, step=step) for _ in range(count)]

@@ -4,9 +4,11 @@ Invariants:
 - first come, first trained;
 - staleness is measured when a batch is assembled, from the OLDEST version in a trajectory: time in flight and time
   in the queue both count; nothing with a lag above the bound is ever in a batch;
-- a trajectory leaves the buffer exactly once, into a batch or as stale.
+- a trajectory leaves the buffer exactly once, into a batch or dropped;
+- a batch is whole groups, each in one piece, in the order in which they became complete.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ class Summary:
 
     trajectory_id: str
     prompt_id: str
+    group_id: str
     task: str
     tokens: int
     action_tokens: int
@@ -37,10 +40,13 @@ class Summary:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Outcome of asking for a batch: ``chosen`` is None while too few are fresh enough."""
+    """Outcome of asking for a batch: ``chosen`` is None while too few are complete and fresh enough.
+
+    ``passed_over``: complete, but stale beyond the batch's quota; they still wait.
+    """
 
     chosen: list[Summary] | None
-    stale: list[Summary]
+    passed_over: list[Summary]
 
 
 class TrajectoryBuffer:
@@ -62,17 +68,50 @@ class TrajectoryBuffer:
         self._waiting[summary.trajectory_id] = summary
         self.nbytes += summary.nbytes
 
-    def assemble(self, *, version: int, max_lag: int, count: int) -> Assembly:
-        """Take out everything too stale for ``version``; and, if at least ``count`` remain, the first ``count``."""
+    def take_stale(self, *, version: int, max_lag: int) -> list[Summary]:
+        """Take out everything too stale for ``version``."""
         stale = [summary for summary in self._waiting.values() if summary.lag(version) > max_lag]
-        self._remove(stale)
-        if len(self._waiting) < count:
-            return Assembly(None, stale)
-        chosen = list(self._waiting.values())[:count]
-        self._remove(chosen)
-        return Assembly(chosen, stale)
+        self.remove(stale)
+        return stale
 
-    def _remove(self, summaries: list[Summary]) -> None:
+    def assemble(
+        self, *, version: int, groups: int, most_stale: int, expected: Callable[[str], int] = lambda group: 1
+    ) -> Assembly:
+        """Take out the first ``groups`` complete groups, if there are as many, with at most ``most_stale`` of lag > 0.
+
+        ``expected`` says how many trajectories make a group complete.
+        """
+        open_groups: dict[str, list[Summary]] = {}
+        chosen: list[Summary] = []
+        passed_over: list[Summary] = []
+        taken = stale = 0
+        for summary in self._waiting.values():
+            members = open_groups.setdefault(summary.group_id, [])
+            members.append(summary)
+            if taken == groups or len(members) < expected(summary.group_id):
+                continue
+            del open_groups[summary.group_id]
+            old = sum(member.lag(version) > 0 for member in members)
+            if stale + old > most_stale:
+                passed_over += members
+                continue
+            chosen += members
+            taken, stale = taken + 1, stale + old
+        if taken < groups:
+            return Assembly(None, passed_over)
+        self.remove(chosen)
+        return Assembly(chosen, passed_over)
+
+    def of_group(self, group: str) -> list[Summary]:
+        """The waiting trajectories of a group."""
+        return [summary for summary in self._waiting.values() if summary.group_id == group]
+
+    def waiting(self) -> Iterator[Summary]:
+        """All that wait, first come first."""
+        return iter(self._waiting.values())
+
+    def remove(self, summaries: list[Summary]) -> None:
+        """Take these out."""
         for summary in summaries:
             del self._waiting[summary.trajectory_id]
             self.nbytes -= summary.nbytes
@@ -93,6 +132,7 @@ def _summary(row: pa.RecordBatch) -> Summary:
     return Summary(
         trajectory_id=value("trajectory_id"),
         prompt_id=value("prompt_id"),
+        group_id=value("group_id"),
         task=value("task"),
         tokens=len(mask),
         action_tokens=int(mask.sum()),

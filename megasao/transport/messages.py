@@ -197,6 +197,9 @@ class ManifestEntry(msgspec.Struct, frozen=True):
     reward: float
     truncated: bool = False
     """The episode ran out of turns or tokens."""
+    prompt_id: str = ""
+    group_id: str = ""
+    task: str = ""
 
 
 class Manifest(msgspec.Struct, tag=True, frozen=True):

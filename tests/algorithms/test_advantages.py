@@ -6,8 +6,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from megasao.algorithms.advantages import action_counts, length_adaptive_lambda, skip_observation_gae
-from megasao.config.algorithm import SkipObservationGae
+from megasao.algorithms.advantages import action_counts, estimate_from_values, first_actions_on, length_adaptive_lambda
+from megasao.config.algorithm import Gae, SkipObservationGae
 from megasao.ops import gae
 
 ALPHA = 1.5
@@ -66,7 +66,7 @@ def row() -> dict[str, torch.Tensor]:
 def test_policy_and_critic_have_their_own_lambda() -> None:
     inputs = row()
     config = SkipObservationGae(gamma=0.97)
-    got = skip_observation_gae(**inputs, config=config)
+    got = estimate_from_values(**inputs, options=config)
     counts = [int(inputs["action_mask"][:12].sum()), int(inputs["action_mask"][12:].sum())]
     lam = torch.tensor([1 - 1 / (1.5 * count) for count in counts], dtype=torch.float64)
     torch.testing.assert_close(got.lam, lam)
@@ -77,18 +77,18 @@ def test_policy_and_critic_have_their_own_lambda() -> None:
 
 def test_the_critics_target_is_the_monte_carlo_return_whatever_the_values() -> None:
     inputs = row()
-    targets = skip_observation_gae(**inputs, config=SkipObservationGae()).returns
-    other = skip_observation_gae(**(inputs | {"values": torch.randn(30) * 10}), config=SkipObservationGae()).returns
+    targets = estimate_from_values(**inputs, options=SkipObservationGae()).returns
+    other = estimate_from_values(**(inputs | {"values": torch.randn(30) * 10}), options=SkipObservationGae()).returns
     torch.testing.assert_close(targets, other)
     lower = SkipObservationGae(value_lambda=0.9)
-    assert not torch.allclose(skip_observation_gae(**inputs, config=lower).returns, targets, atol=1e-2)
+    assert not torch.allclose(estimate_from_values(**inputs, options=lower).returns, targets, atol=1e-2)
 
 
 def test_fixed_lambda_and_bootstrap_reach_the_estimator() -> None:
     inputs = row()
     bootstrap = torch.tensor([0.5, -2.0])
     config = SkipObservationGae(policy_lambda=0.8, gamma=0.9)
-    got = skip_observation_gae(**inputs, config=config, bootstrap=bootstrap)
+    got = estimate_from_values(**inputs, options=config, bootstrap=bootstrap)
     assert torch.equal(got.advantages, gae(**inputs, gamma=0.9, lam=0.8, bootstrap=bootstrap)[0])
     assert torch.equal(got.returns, gae(**inputs, gamma=0.9, lam=1.0, bootstrap=bootstrap)[1])
 
@@ -96,3 +96,54 @@ def test_fixed_lambda_and_bootstrap_reach_the_estimator() -> None:
 def test_a_fixed_lambda_out_of_range_is_refused() -> None:
     with pytest.raises(ValidationError, match="policy_lambda"):
         SkipObservationGae(policy_lambda=1.5)
+
+
+# golden numbers of both estimators: two turns with two observation tokens between them, reward 1 at the end
+VALUES, MASK = [0.1, 0.2, 0.9, 0.8, 0.3, 0.4], [True, True, False, False, True, True]
+SKIPPING = {
+    1.0: [0.9, 0.8, 0, 0, 0.7, 0.6],
+    0.95: [0.799675, 0.7365, 0, 0, 0.67, 0.6],
+    0.5: [0.25, 0.3, 0, 0, 0.4, 0.6],
+}
+
+
+def golden(options: SkipObservationGae | Gae, prompt: int = 0, values: list[float] | None = None) -> list[float]:
+    """Advantages of the golden case behind ``prompt`` observation tokens."""
+    mask = [False] * prompt + MASK
+    got = estimate_from_values(
+        torch.tensor([0.0] * (len(mask) - 1) + [1.0], dtype=torch.float64),
+        torch.tensor([7.0] * prompt + (values or VALUES), dtype=torch.float64),
+        torch.tensor(mask),
+        torch.tensor([0, len(mask)], dtype=torch.int32),
+        options,
+    )
+    assert not got.advantages[~torch.tensor(mask)].any() and not got.returns[~torch.tensor(mask)].any()
+    return got.advantages[prompt:].tolist()
+
+
+@pytest.mark.parametrize("lam", SKIPPING)
+@pytest.mark.parametrize("prompt", [0, 3])
+def test_skipping_golden_numbers(lam: float, prompt: int) -> None:
+    assert golden(SkipObservationGae(policy_lambda=lam), prompt) == pytest.approx(SKIPPING[lam], abs=1e-12)
+
+
+@pytest.mark.parametrize("prompt", [0, 3])
+def test_not_skipping_golden_numbers(prompt: int) -> None:
+    """The observations' own advantages, .029675 and .1365, are steps of the recurrence and are not trained on."""
+    assert golden(Gae(policy_lambda=0.95), prompt) == pytest.approx(
+        [0.79178178125, 0.7281913487, 0, 0, 0.67, 0.6], abs=2e-6
+    )
+    other = [0.1, 0.2, 0.0, 0.0, 0.3, 0.4]
+    assert golden(Gae(policy_lambda=0.95), prompt, other) != pytest.approx(golden(Gae(policy_lambda=0.95), prompt))
+    skip = SkipObservationGae(policy_lambda=0.95)
+    assert golden(skip, prompt, other) == golden(skip, prompt)
+
+
+def test_with_lambda_one_skipping_changes_nothing() -> None:
+    assert golden(Gae(policy_lambda=1.0)) == pytest.approx(golden(SkipObservationGae(policy_lambda=1.0)))
+
+
+def test_steps_begin_with_the_first_action_of_each_sequence() -> None:
+    mask = torch.tensor([False, True, False, False, False, True, False])
+    bounds = torch.tensor([0, 3, 4, 4, 7], dtype=torch.int32)
+    assert first_actions_on(mask, bounds).tolist() == [False, True, True, False, False, True, True]

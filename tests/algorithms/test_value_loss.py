@@ -130,3 +130,27 @@ def test_wrong_arguments_are_refused(change: dict, message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         value_loss(**(arguments | change))
+
+
+def test_value_clipping_by_definition() -> None:
+    """A value that has moved further than the limit gains nothing from moving on, and loses from having moved wrong."""
+    values, old = torch.tensor([1.0, 1.0, 0.1, 2.0]), torch.tensor([0.0, 0.0, 0.0, 0.0])
+    returns, mask = torch.tensor([2.0, 0.5, 2.0, 2.0]), torch.tensor([True, True, True, False])
+    leaf = values.clone().requires_grad_()
+    loss, stats = value_loss(leaf, returns, mask, denominator=1.0, clip=(old, 0.2))
+    loss.backward()
+    # moved from 0 to 1 towards 2: clipped to .2; moved past .5: the unclipped error is larger; moved by .1: free
+    assert float(loss.detach()) == pytest.approx(1.8**2 + 0.5**2 + 1.9**2)
+    torch.testing.assert_close(leaf.grad, torch.tensor([0.0, 2 * 0.5, -2 * 1.9, 0.0]))
+    plain = value_loss(values, returns, mask, denominator=1.0)
+    assert float(plain[0]) == pytest.approx(1.0 + 0.5**2 + 1.9**2)
+    assert all(torch.equal(stats[name], value) for name, value in plain[1].items())
+
+
+def test_a_wide_clip_changes_nothing() -> None:
+    inputs = batch()
+    old = torch.where(inputs["action_mask"], inputs["values"] + 0.1, math.nan)
+    clipped = value_loss(**inputs, denominator=3.0, clip=(old, 0.2))[0]
+    assert torch.equal(clipped, value_loss(**inputs, denominator=3.0)[0])
+    with pytest.raises(ValueError, match="clip: expected a finite number > 0"):
+        value_loss(**inputs, denominator=3.0, clip=(old, 0.0))

@@ -39,7 +39,7 @@ def test_check_accepts_the_shipped_config() -> None:
 def test_check_print_loads_back_equal(tmp_path: Path) -> None:
     result = megasao("check", LAPTOP, "loop.steps=40", "--print")
     assert result.returncode == 0
-    assert "# Trajectories per step (one per prompt)." in result.stdout
+    assert "# Trajectories per step." in result.stdout
     path = tmp_path / "shown.yaml"
     path.write_text(result.stdout)
     assert load_config(path) == load_config(LAPTOP, ["loop.steps=40"])

@@ -1,6 +1,7 @@
 """What test worlds run for the training step: JSON payload in, JSON out; tensors go to ``payload["out"]``."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,16 @@ import torch
 from safetensors.torch import save_file
 
 from megasao.config import Config
+from megasao.config.load import load_config
 from megasao.megatron import runtime
 from megasao.megatron.bridge import export_hf, export_tensors
+from megasao.megatron.checkpoint import load_model, save_model
 from megasao.megatron.models import MegatronModel
+from megasao.megatron.optimizer import build_optimizer
 from megasao.training.actor import Actor
 from megasao.training.batch import Batch, pack_trajectories
 from megasao.training.critic import Critic
+from megasao.training.estimator import Estimator
 from megasao.training.step import sao_step
 from megasao.trajectories.schema import Trajectory
 
@@ -53,6 +58,11 @@ def trajectories(step: int, count: int = 13) -> list[Trajectory]:
     return [trajectory(number, generator) for number in range(count)]
 
 
+def grouped(rows: list[Trajectory], size: int) -> list[Trajectory]:
+    """The same in groups of ``size``, side by side."""
+    return [replace(row, group_id=f"g{number // size}") for number, row in enumerate(rows)]
+
+
 def sao_steps(payload: Payload) -> Any:
     """Whole SAO steps under a layout: metrics of each; weights at the end and gradients of the last to files.
 
@@ -61,20 +71,22 @@ def sao_steps(payload: Payload) -> Any:
     config = sao_config(payload)
     topology = runtime.set_layout(config.parallel, seed=1)
     actor = Actor.build(Path(payload["path"]), config, topology)
-    critic = Critic.build(Path(payload["path"]), config, topology)
+    critic = Critic.build(Path(payload["path"]), config, topology) if config.critic is not None else None
+    estimator = Estimator(config.algorithm, topology.all_reduce_data)
     metrics = []
     for step in range(payload["steps"]):
         batch = pack_trajectories(
-            trajectories(step),
+            grouped(trajectories(step, payload.get("count", 13)), payload.get("group_size", 1)),
             data_rank=topology.data_rank,
             data_size=topology.data_size,
             token_budget=payload.get("token_budget", 4096),
         )
         if payload.get("mutation") == "local_denominator":
             batch = _local_denominator(batch)
-        result = sao_step(actor, critic, batch, step=step, config=config)
+        result = sao_step(actor, critic, estimator, batch, step=step, config=config)
         metrics.append({name: value for name, value in result.metrics.items() if not name.startswith("time/")})
-    for role, model in (("actor", actor.model), ("critic", critic.model)):
+    models = {"actor": actor.model} | ({"critic": critic.model} if critic is not None else {})
+    for role, model in models.items():
         _write(payload, f"{role}-weights", export_hf(model))
         _write(payload, f"{role}-gradients", _gradients(model))
     return metrics
@@ -82,7 +94,7 @@ def sao_steps(payload: Payload) -> Any:
 
 def _local_denominator(batch: Batch) -> Batch:
     local = sum(int(row.action_mask.sum()) for row in batch.rows)
-    return Batch(rows=batch.rows, action_tokens=local, sequences=batch.sequences, tokens=batch.tokens)
+    return replace(batch, action_tokens=local)
 
 
 def _gradients(model: MegatronModel) -> dict[str, torch.Tensor]:
@@ -106,3 +118,51 @@ def sao_config(payload: Payload) -> Config:
         "parallel": {"ranks": 1},
     }
     return Config.model_validate({**config, **payload.get("settings", {})})
+
+
+def optimizer_after_pushes(payload: Payload) -> Any:
+    """Two actor updates with a push after each; then a checkpoint is saved and loaded, and a third update made.
+
+    ``rebuild`` makes a new optimizer after each push instead of telling the actor of it.
+    """
+    config = sao_config(payload)
+    topology = runtime.set_layout(config.parallel, seed=1)
+    actor = Actor.build(Path(payload["path"]), config, topology)
+    for step in range(3):
+        rows = trajectories(step)
+        batch = pack_trajectories(rows, data_rank=topology.data_rank, data_size=topology.data_size, token_budget=4096)
+        advantages = [torch.where(row.action_mask, 1.0, 0.0) for row in batch.rows]
+        actor.update(batch, advantages, actor_step=step)
+        if payload.get("rebuild"):
+            actor.optimizer = build_optimizer(actor.model, config.actor.optimizer)
+        else:
+            actor.pushed()
+        directory = Path(payload["out"]) / f"checkpoint-{step}"
+        save_model(actor.model, actor.optimizer, directory)
+        load_model(actor.model, actor.optimizer, directory)
+    _write(payload, "actor-weights", export_hf(actor.model))
+    return actor.optimizer.updates()
+
+
+def preset_steps(payload: Payload) -> Any:
+    """Three steps of each preset on one process: the metrics of the last, by preset."""
+    configs = Path(__file__).parents[2] / "configs"
+    results = {}
+    for name in payload["presets"]:
+        changes = [str(configs / "algorithms" / f"{name}.yaml"), f"model.path={payload['path']}", "parallel.ranks=1"]
+        config = load_config(configs / "laptop.yaml", [*changes, "loop.batch_size=16"])
+        if config.critic is not None:
+            config = load_config(configs / "laptop.yaml", [*changes, "loop.batch_size=16", "critic.warmup_steps=0"])
+        topology = runtime.set_layout(config.parallel, seed=1)
+        actor = Actor.build(Path(payload["path"]), config, topology)
+        critic = Critic.build(Path(payload["path"]), config, topology) if config.critic is not None else None
+        estimator = Estimator(config.algorithm, topology.all_reduce_data)
+        for step in range(3):
+            rows = grouped(trajectories(step, 16), config.loop.group_size)
+            if not config.wants_logprobs:
+                rows = [replace(row, rollout_logprobs=None) for row in rows]
+            batch = pack_trajectories(rows, data_rank=0, data_size=1, token_budget=4096)
+            result = sao_step(actor, critic, estimator, batch, step=step, config=config)
+        results[name] = {key: value for key, value in result.metrics.items() if not key.startswith("time/")}
+        runtime.clear_layout()
+    return results

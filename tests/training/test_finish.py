@@ -38,7 +38,9 @@ class World:
 
 def trainer(rank: int, client: Any, sent: list[bytes], timeout_s: float) -> Trainer:
     config: Any = SimpleNamespace(evaluation=EvaluationConfig(timeout_s=timeout_s))
-    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "source", "codec", "publisher", "writer"))
+    parts: dict[str, Any] = dict.fromkeys(
+        ("run", "actor", "critic", "estimator", "source", "codec", "publisher", "writer")
+    )
     world: Any = World(rank, sent)
     return Trainer(**parts, config=config, topology=world, client=client)
 
@@ -69,14 +71,12 @@ def test_a_step_killed_in_its_checkpoint_has_its_line(monkeypatch: pytest.Monkey
     manifest = Manifest(1, [ManifestEntry("a", 5, 3, 0, 0, 1.0, False)], {})
     source = SimpleNamespace(next_manifest=lambda *_: manifest, load=lambda _: SimpleNamespace(tokens=5))
     lines: list[tuple[int, dict[str, Any]]] = []
-    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "codec", "client", "publisher"))
+    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "client", "publisher"))
     parts |= {
         "source": source,
         "writer": SimpleNamespace(log=lambda *line: lines.append(line)),
         "topology": SimpleNamespace(rank=0),
-        "config": SimpleNamespace(
-            observability=SimpleNamespace(examples_every=10), critic=SimpleNamespace(warmup_steps=9)
-        ),
+        "config": SimpleNamespace(observability=SimpleNamespace(examples_every=10), warmup_steps=9),
     }
     with pytest.raises(InterruptedError):
         Killed(**parts, progress=Progress(step=1)).train_step()

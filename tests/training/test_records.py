@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megasao.algorithms.advantages import Advantages
+from megasao.algorithms.objectives import PolicyInputs, make_objective
 from megasao.config.algorithm import DisObjective
 from megasao.config.rundir import RunDirectory
 from megasao.training.batch import pack_trajectories
@@ -60,8 +61,8 @@ def test_speed_counts_no_waiting_and_idle_is_its_share() -> None:
     assert (line["idle/trainer"], line["idle/rollout"], line["throughput/rollout_tokens_per_s"]) == (0.6, 0.5, 7.0)
 
 
-def test_examples_show_numbers_at_actions_only_and_ratios_of_trainer_over_engine() -> None:
-    trajectory = Trajectory(
+def trajectory(logprobs: list[float] | None) -> Trajectory:
+    return Trajectory(
         trajectory_id="t",
         prompt_id="p",
         group_id="p",
@@ -72,17 +73,33 @@ def test_examples_show_numbers_at_actions_only_and_ratios_of_trainer_over_engine
         weight_versions=[(0, 0)],
         turn_starts=[1],
         finish_reason="done",
-        rollout_logprobs=[0.0, -1.0, -2.0],
+        rollout_logprobs=logprobs,
     )
-    batch = pack_trajectories([trajectory], data_rank=0, data_size=1, token_budget=16)
+
+
+def test_examples_show_numbers_at_actions_only_and_ratios_of_trainer_over_engine() -> None:
+    batch = pack_trajectories([trajectory([0.0, -1.0, -2.0])], data_rank=0, data_size=1, token_budget=16)
     numbers = torch.tensor([9.0, -1.0 + math.log(2), -2.0 - math.log(10)])
     result = StepResult(values=[numbers], advantages=[Advantages(numbers, numbers, torch.ones(1))])
     codec: Any = type("Codec", (), {"token_text": staticmethod(str)})
-    [row] = example_rows(batch, [numbers], result, codec, DisObjective(eps_low=0.8, eps_high=3.0), count=2)
+    packed = batch.rows[0]
+    inputs = PolicyInputs(numbers, packed.rollout_logprobs, numbers, packed.action_mask, packed.row.cu_seqlens)
+    kept = make_objective(DisObjective(eps_low=0.8, eps_high=3.0)).kept(inputs)
+    [row] = example_rows(batch, [numbers], [kept], result, codec, count=2)
     assert row["ratio"] == [None, pytest.approx(2.0), pytest.approx(0.1)]
     assert row["kept"] == [None, True, False]
     assert row["reward"] == 1.0 and row["text"] == ["1", "2", "3"]
     assert all(row[name][0] is None for name in ("logprobs", "rollout_logprobs", "values", "advantages", "returns"))
+
+
+def test_examples_leave_out_what_the_algorithm_does_not_have() -> None:
+    batch = pack_trajectories([trajectory(None)], data_rank=0, data_size=1, token_budget=16)
+    numbers = torch.tensor([9.0, -1.0, -2.0])
+    result = StepResult(advantages=[Advantages(numbers)])
+    codec: Any = type("Codec", (), {"token_text": staticmethod(str)})
+    [row] = example_rows(batch, [numbers], [batch.rows[0].action_mask], result, codec, count=2)
+    assert not {"values", "returns", "rollout_logprobs", "ratio"} & row.keys()
+    assert row["kept"] == [None, True, True] and row["advantages"] == [None, -1.0, -2.0]
 
 
 def test_fine_tuning_learns_action_tokens_only() -> None:

@@ -29,24 +29,51 @@ def test_a_summary_holds_what_a_manifest_needs():
     assert 100 < done.nbytes < 400
 
 
+ANY = 10**9
+
+
 def test_first_come_first_trained_and_stale_ones_leave():
     buffer = filled(a=5, b=1, c=4, d=3)
-    outcome = buffer.assemble(version=5, max_lag=2, count=2)
-    assert names(outcome.chosen) == ["a", "c"]
-    assert names(outcome.stale) == ["b"]
+    assert names(buffer.take_stale(version=5, max_lag=2)) == ["b"]
+    assert names(buffer.assemble(version=5, groups=2, most_stale=ANY).chosen) == ["a", "c"]
     assert len(buffer) == 1 and "d" in buffer
 
 
-def test_too_few_fresh_ones_give_no_batch_but_stale_ones_still_leave():
+def test_too_few_give_no_batch_and_stay():
     buffer = filled(a=0, b=3)
-    outcome = buffer.assemble(version=3, max_lag=2, count=2)
-    assert outcome.chosen is None
-    assert names(outcome.stale) == ["a"]
+    assert names(buffer.take_stale(version=3, max_lag=2)) == ["a"]
+    assert buffer.assemble(version=3, groups=2, most_stale=ANY).chosen is None
     assert len(buffer) == 1
     assert buffer.nbytes == summaries(b=3)[0].nbytes
 
 
 def test_a_trajectory_from_later_weights_is_fresh():
-    outcome = filled(a=9).assemble(version=3, max_lag=0, count=1)
+    buffer = filled(a=9)
+    assert buffer.take_stale(version=3, max_lag=0) == []
+    outcome = buffer.assemble(version=3, groups=1, most_stale=0)
     assert names(outcome.chosen) == ["a"]
     assert outcome.chosen[0].lag(3) == 0
+
+
+def test_no_more_stale_ones_than_the_quota():
+    buffer = filled(a=1, b=1, c=2, d=1, e=2)
+    outcome = buffer.assemble(version=2, groups=4, most_stale=2)
+    assert names(outcome.chosen) == ["a", "b", "c", "e"] and names(outcome.passed_over) == ["d"]
+    buffer = filled(a=1, b=1, c=2)
+    outcome = buffer.assemble(version=2, groups=3, most_stale=1)
+    assert outcome.chosen is None and names(outcome.passed_over) == ["b"] and len(buffer) == 3
+
+
+def test_groups_leave_whole_in_the_order_of_their_last_member():
+    buffer = TrajectoryBuffer()
+    for name in ("a1", "b1", "b2", "c1", "a2", "c2"):
+        buffer.add(summarise(to_batch([sample(name, group_id=name[0])]))[0])
+
+    def expected(group: str) -> int:
+        return 1 if group == "c" else 2
+
+    assert names(buffer.of_group("a")) == ["a1", "a2"]
+    outcome = buffer.assemble(version=3, groups=2, most_stale=ANY, expected=expected)
+    assert names(outcome.chosen) == ["b1", "b2", "c1"]
+    assert names(buffer.waiting()) == ["a1", "a2", "c2"]
+    assert buffer.assemble(version=3, groups=3, most_stale=ANY, expected=expected).chosen is None
