@@ -37,7 +37,7 @@ MUTATIONS = [
     Mutation("cuda/gae.h", "if (lane + offset < kWarp) scan =", "scan ="),
     Mutation("cuda/gae.h", "if (lane == kWarp - 1) right = {1, 0};", ""),
     Mutation("cuda/gae.h", "return after(right, beyond);", "return after(beyond, right);"),
-    Mutation("cuda/gae.h", "  if (lane == 0) warps[warp] = scan;\n  __syncthreads();", "  if (lane == 0) warps[warp] = scan;"),
+    Mutation("cuda/gae.h", "warps[warp] = scan;\n  __syncthreads();", "warps[warp] = scan;"),
     Mutation("cuda/gae.h", "passed = after(passed, map)", "passed = after(map, passed)"),
     Mutation("cuda/gae.h", "if (passed.m == 0) break;", "break;"),
     Mutation("cuda/gae.h", "if (lane + offset < kWarp) map =", "map ="),
@@ -45,7 +45,7 @@ MUTATIONS = [
     Mutation("cuda/gae.h", "scratch.y[tile] = apply(whole, y);", "scratch.y[tile] = y;"),
     Mutation("cuda/gae.h", "  __syncthreads();\n\n  double y", "\n  double y"),
     Mutation("cuda/gae.h", "else if (is_finite(reward)) {\n      y +=", "else if (true) {\n      y +="),
-    Mutation("cuda/gae.h", "own = {0, problem.gamma * problem.bootstrap[sequence]}", "own = {0, problem.bootstrap[sequence]}"),
+    Mutation("cuda/gae.h", "own = {0, problem.gamma * problem", "own = {0, problem"),
     Mutation("cuda/gae.h", "const int64_t tile = shared_ticket", "const int64_t tile = blockIdx.x"),
     Mutation("cuda/platform.h", "first + k < tokens ? from[first + k] : T(0)", "from[first + k]"),
     Mutation("cuda/platform.h", "if (first + k < tokens) to[first + k]", "to[first + k]"),
@@ -58,16 +58,19 @@ MUTATIONS = [
     Mutation("cuda/dis.h", "which == 1 + kRatioMax", "which == kRatioMax"),
     Mutation("cuda/dis.h", "offset = kWarp / 2", "offset = kWarp / 4"),
     Mutation("cuda/dis.h", "for (int w = 1;", "for (int w = 0;"),
-    Mutation("cuda/dis.h", "    for (int i = 0; i < kSums; ++i) warps[warp][i] = sums[i];\n  __syncthreads();",
-             "    for (int i = 0; i < kSums; ++i) warps[warp][i] = sums[i];"),
+    Mutation(
+        "cuda/dis.h",
+        "    for (int i = 0; i < kSums; ++i) warps[warp][i] = sums[i];\n  __syncthreads();",
+        "    for (int i = 0; i < kSums; ++i) warps[warp][i] = sums[i];",
+    ),
     Mutation("cuda/dis.h", "== gridDim.x - 1", "== 0"),
     Mutation("cuda/dis.h", "start += int64_t(gridDim.x) * kTile", "start += kTile"),
     Mutation("cuda/dis.h", "  __syncthreads();\n  if (!shared_last) return;", "  if (!shared_last) return;"),
-    Mutation("cuda/gae.h", "      __threadfence();\n      scratch.state[tile] = whole.m == 0", "      scratch.state[tile] = whole.m == 0", WEAK),
+    Mutation("cuda/gae.h", "__threadfence();\n      scratch.state[tile] = whole", "scratch.state[tile] = whole", WEAK),
     Mutation("cuda/gae.h", "    __threadfence();\n    Affine map", "    Affine map", WEAK),
     Mutation("cuda/dis.h", "    __threadfence();\n    shared_last", "    shared_last", WEAK),
     Mutation("cuda/gae.h", "if (whole.m != 0) {", "if (true) {", "writes the same numbers once more"),
-]  # fmt: skip
+]
 
 
 def noticed(mutation: Mutation) -> bool:
