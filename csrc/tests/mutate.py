@@ -93,6 +93,9 @@ def noticed(mutation: Mutation) -> bool:
 
 def main() -> int:
     """Print one line a mutation; 0 if exactly the documented ones survive."""
+    if noticed(Mutation("core/gae.h", "struct Affine {", "struct Affine {")):
+        print("the tests fail without any mutation: mend that first")
+        return 1
     wrong = 0
     with ThreadPoolExecutor(max_workers=2) as pool:
         for mutation, caught in zip(MUTATIONS, pool.map(noticed, MUTATIONS), strict=True):

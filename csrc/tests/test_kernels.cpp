@@ -93,7 +93,7 @@ void test_gae(const Shape& shape, unsigned seed) {
   };
   run(advantages.data, returns.data, seed);
 
-  const double tolerance = sizeof(T) == 4 ? 2e-6 : 1e-12;
+  const double tolerance = sizeof(T) == 4 ? 2e-6 : 1e-10;  // sums of 80,000 terms
   for (int64_t s = 0; s < sequences; ++s) {
     double y = shape.gamma * bootstrap[s];
     for (int64_t t = bounds[s + 1] - 1; t >= bounds[s]; --t) {
