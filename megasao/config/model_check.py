@@ -1,18 +1,17 @@
-"""Does the model's checkpoint fit the config? Reads its config.json; needs neither torch nor transformers."""
+"""Is the model's checkpoint whole, and does it fit the config? Reads headers; needs neither torch nor transformers."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megasao.config.architecture import expert_count, read_hf_config
 from megasao.config.errors import ConfigError, Problem
 from megasao.config.root import Config
 
-_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
-
 
 def check_model(config: Config) -> bool:
-    """Check parallel layout and lengths against ``model.path``/config.json.
+    """Check parallel layout and lengths against ``model.path``/config.json, and that its weights are whole.
 
     Returns False where that file does not exist (yet). ConfigError lists everything that does not fit.
     """
@@ -20,26 +19,23 @@ def check_model(config: Config) -> bool:
     if not path.is_file():
         return False
     try:
-        shape = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(str(path), [Problem("model.path", f"config.json is not valid JSON: {error}")]) from None
-    if not isinstance(shape, dict):
-        raise ConfigError(str(path), [Problem("model.path", "config.json is not a JSON object")])
-    problems = [*_layout(config, shape), *_lengths(config, shape), *_files(Path(config.model.path))]
+        shape = read_hf_config(path.parent)
+    except ValueError as error:
+        raise ConfigError(str(path), [Problem("model.path", str(error))]) from None
+    problems = [*_layout(config, shape), *_lengths(config, shape), *_files(path.parent)]
     if problems:
         raise ConfigError(str(path), problems)
     return True
 
 
-def expert_count(shape: dict[str, Any]) -> int:
-    """Routed experts per MoE layer; 0 for a dense model."""
-    return next((int(shape[key]) for key in _EXPERT_KEYS if shape.get(key)), 0)
-
-
 def _layout(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
     parallel, experts = config.parallel, expert_count(shape)
-    yield from _divisible("parallel.tensor", parallel.tensor, shape, ("num_attention_heads", "num_key_value_heads"))
+    yield from _divisible(
+        "parallel.tensor", parallel.tensor, shape, ("num_attention_heads", "num_key_value_heads", "vocab_size")
+    )
     yield from _divisible("parallel.pipeline", parallel.pipeline, shape, ("num_hidden_layers",))
+    if parallel.pipeline > 1 and shape.get("tie_word_embeddings"):
+        yield Problem("parallel.pipeline", "the model has tie_word_embeddings = true, which needs pipeline = 1")
     if not experts:
         for name in ("expert", "expert_tensor"):
             if (size := getattr(parallel, name)) > 1:
@@ -55,18 +51,23 @@ def _layout(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
             "experts would see every token once per tensor rank; set parallel.sequence=true"
         )
         yield Problem("parallel.sequence", reason)
+    if parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
+        reason = (
+            f"{parallel.expert_tensor} must equal parallel.tensor = {parallel.tensor} while parallel.expert = 1: "
+            "Megatron-Core would reduce the experts' gradients over the wrong ranks; set it so, or use expert > 1"
+        )
+        yield Problem("parallel.expert_tensor", reason)
 
 
 def _divisible(path: str, size: int, shape: dict[str, Any], keys: tuple[str, ...]) -> Iterator[Problem]:
     for key in keys:
-        count = shape.get(key)
-        if isinstance(count, int) and count % size:
-            yield Problem(path, f"the model's {key} = {count} cannot be split evenly over {size} ranks")
+        if shape[key] % size:
+            yield Problem(path, f"the model's {key} = {shape[key]} cannot be split evenly over {size} ranks")
 
 
 def _lengths(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
-    longest = shape.get("max_position_embeddings")
-    if isinstance(longest, int) and config.environment.max_tokens > longest:
+    longest = shape["max_position_embeddings"]
+    if config.environment.max_tokens > longest:
         reason = f"{config.environment.max_tokens} tokens are more than the model's max_position_embeddings = {longest}"
         yield Problem("environment.max_tokens", reason)
 
@@ -74,5 +75,25 @@ def _lengths(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
 def _files(model: Path) -> Iterator[Problem]:
     if not (model / "tokenizer.json").is_file():
         yield Problem("model.path", f"{model} has no tokenizer.json")
-    if not any(model.glob("*.safetensors")):
+    files = sorted(model.glob("*.safetensors"))
+    if not files:
         yield Problem("model.path", f"{model} has no *.safetensors")
+    for file in files:
+        damage = _damage(file)
+        if damage is not None:
+            yield Problem("model.path", f"{file} is damaged: {damage}; copy or download it again")
+
+
+def _damage(file: Path) -> str | None:
+    """What the header of a safetensors file says that its length does not bear out."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if 8 + length > size:
+            return f"its header does not fit into its {size} bytes"
+        try:
+            header = json.loads(stream.read(length))
+            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            return f"its header cannot be read ({error!r})"
+    return None if size == 8 + length + end else f"it should have {8 + length + end} bytes and has {size}"

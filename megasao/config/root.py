@@ -30,9 +30,9 @@ from megasao.config.training import (
 class RunConfig(Section):
     """Name, place and seed."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run.")
+    name: str = Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", description="Name of the run.")
     directory: str = Field("runs", description="Parent directory of run directories.")
-    seed: int = Field(0, ge=0, description="Seed of everything random.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of everything random.")
 
 
 class Config(Section):

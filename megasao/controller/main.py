@@ -21,7 +21,7 @@ def run(run: RunDirectory, config: Config) -> None:
     server = ControllerServer(run, config, environment, opened, address=run.read_endpoints().controller, keys=keys)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     if opened.journal.discarded_bytes:
-        logger.warning("cut off %d bytes that were never acknowledged", opened.journal.discarded_bytes)
+        logger.warning("cut off %d bytes of a torn write at the end of the journal", opened.journal.discarded_bytes)
     try:
         server.run()
     finally:

@@ -1,11 +1,16 @@
 """What must hold before a run may start, beyond the config by itself: its model, environment and optional packages."""
 
 import importlib.util
+from pathlib import Path
 
 from megasao.config import Config
+from megasao.config.architecture import read_hf_config
 from megasao.config.document import Document, KeyPath
 from megasao.config.errors import ConfigError, Problem
 from megasao.config.model_check import check_model
+
+_SAMPLE_PROMPTS = 32
+"""Enough for every character that prompts are made of to appear."""
 
 
 def preflight(config: Config, document: Document) -> bool:
@@ -14,6 +19,8 @@ def preflight(config: Config, document: Document) -> bool:
     model_there = False
     try:
         model_there = check_model(config)
+        if model_there and not problems:
+            problems.extend(_tokenizer(config))
     except ConfigError as error:
         problems.extend(error.problems)
     if problems:
@@ -37,6 +44,27 @@ def _environment(config: Config) -> list[Problem]:
         if colon and path.startswith("environment."):
             return [Problem(path, reason)]
         return [Problem("environment.options", str(error))]
+    return []
+
+
+def _tokenizer(config: Config) -> list[Problem]:
+    """A tokenizer that cannot be read, does not belong to the model, or cannot write the environment's prompts."""
+    from megasao.environments.encoding import TokenizerCodec
+    from megasao.environments.registry import make_environment
+
+    environment, path = make_environment(config.environment), Path(config.model.path)
+    try:
+        codec = TokenizerCodec.from_directory(path)
+        for text in environment.stop_strings:
+            codec.single_token(text)
+        for index in range(_SAMPLE_PROMPTS):
+            codec.encode(environment.prompt("train", index).text)
+    except ValueError as error:
+        return [Problem("model.path", str(error))]
+    entries = read_hf_config(path)["vocab_size"]
+    if codec.vocab_size > entries:
+        reason = f"{path} has a tokenizer of {codec.vocab_size} tokens, but config.json says vocab_size = {entries}"
+        return [Problem("model.path", reason)]
     return []
 
 

@@ -20,7 +20,8 @@ def megasao_command(run: RunDirectory) -> RoleCommand:
     """The commands of this package's own roles."""
 
     def command(role: str, index: int) -> list[str]:
-        base = [sys.executable, "-m", "megasao"]
+        # -P: a file of the user's directory must not stand in for a module that a role imports.
+        base = [sys.executable, "-P", "-m", "megasao"]
         where = ["--run", str(run.path)]
         if role == "rollout":
             return [*base, "rollout", *where, "--index", str(index)]

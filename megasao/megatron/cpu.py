@@ -44,6 +44,7 @@ def install() -> None:
     _replace_triton_kernels()
     _import_without_compiler()
     _replace_host_copies()
+    _replace_uneven_collectives()
     _replace_random_state()
     _redirect_factories()
     _disable_transformer_engine_gemm()
@@ -146,6 +147,36 @@ def _import_without_compiler() -> None:
             import megatron.core.pipeline_parallel.schedules  # noqa: F401
     finally:
         torch.compile = compile_
+
+
+# --- collectives over pieces of unequal length ------------------------------------------------------------------------
+
+
+def _replace_uneven_collectives() -> None:
+    """With EP and ETP together the token dispatcher exchanges pieces of unequal length, which gloo refuses."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather_even, scatter_even = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(piece: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather_even(piece, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = piece.new_zeros((max(sizes), *piece.shape[1:]))
+        padded[: len(piece)] = piece
+        everyone = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(everyone, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(everyone, sizes, strict=True)])
+
+    def scatter(whole: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter_even(whole, group, input_split_sizes, use_global_buffer)
+        total = whole.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = scatter
 
 
 # --- random state -----------------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megasao.config import Config
+from megasao.config.architecture import expert_count, is_moe_layer, read_hf_config, rope_theta
 from megasao.config.model import ModelConfig, ParallelConfig
-from megasao.megatron.architecture import expert_count, is_moe_layer, read_hf_config, rope_theta
 from megasao.megatron.modules import PackedAttention, RMSNorm, ValueHead
 from megasao.megatron.runtime import compute_device
 

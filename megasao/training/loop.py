@@ -2,6 +2,7 @@
 
 Invariants:
 - the loaded version is published before the first batch is asked for;
+- a step's line is written before its checkpoint: a line may come twice after a crash, and none is missing;
 - a step's batch is fixed by the controller's ledger, so a repeated step after a crash repeats its numbers;
 - version = number of actor updates; the critic's warm-up leaves it at 0.
 """
@@ -57,6 +58,8 @@ class Trainer:
     publisher: WeightPublisher | None
     writer: MetricsWriter | None
     progress: Progress = field(default_factory=Progress)
+    last_checkpoint: dict[str, float | None] = field(default_factory=dict)
+    """Time of the checkpoint before this step, for the step's line."""
 
     def train(self) -> None:
         """Run the configured steps from the latest checkpoint to the end."""
@@ -96,12 +99,13 @@ class Trainer:
             self.write_examples(batch, logprobs, result, step=step, version=version)
         seconds = time.perf_counter() - started
         self.progress = dataclasses.replace(self.progress, seconds=self.progress.seconds + seconds)
-        with timed(metrics, "time/checkpoint"):
-            self.checkpoint_when_due()
         metrics.update(batch_metrics(manifest, version))
-        metrics.update(throughput_metrics(metrics, batch.tokens, time.perf_counter() - started))
+        metrics.update(throughput_metrics(metrics, batch.tokens, seconds))
         if self.writer is not None:
-            self.writer.log(step, {"weight_version": self.progress.version, **metrics})
+            self.writer.log(step, {"weight_version": self.progress.version, **metrics, **self.last_checkpoint})
+        self.last_checkpoint = {}
+        with timed(self.last_checkpoint, "time/checkpoint"):
+            self.checkpoint_when_due()
 
     def write_examples(
         self, batch: Batch, logprobs: list[torch.Tensor], result: StepResult, *, step: int, version: int
@@ -157,24 +161,30 @@ class Trainer:
             self.checkpoint_when_due(final=True)
         self.evaluate_when_due(final=True)
         save_hf(self.actor.model, self.run.policy_path(self.config), self.run.final_policy)
-        self.topology.barrier()
+        self.wait_for_evaluations()
         if self.topology.rank == 0:
-            self.wait_for_evaluations()
             ask(self.client, FinishRequest(reason="all steps are done"), Status)
 
     def wait_for_evaluations(self) -> None:
-        """Wait until every evaluation has ended, at most ``evaluation.timeout_s``; TimeoutError names the open ones."""
+        """Wait until every evaluation has ended, at most ``evaluation.timeout_s``; TimeoutError names the open ones.
+
+        The ranks wait together, question by question: one collective over the whole wait could exceed its own bound.
+        """
         deadline = time.monotonic() + self.config.evaluation.timeout_s
-        while True:
-            reply = ask(self.client, StatusRequest(), Status)
-            if not reply.open_evaluations:
-                return
+        while names := self.open_evaluations():
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"evaluations {', '.join(reply.open_evaluations)} did not end within "
+                    f"evaluations {names} did not end within "
                     f"evaluation.timeout_s = {self.config.evaluation.timeout_s:g} s"
                 )
             time.sleep(0.2)
+
+    def open_evaluations(self) -> str:
+        """Names of the evaluations that have not ended, on every rank."""
+        names = None
+        if self.topology.rank == 0:
+            names = ", ".join(ask(self.client, StatusRequest(), Status).open_evaluations).encode()
+        return self.topology.broadcast_bytes(names).decode()
 
     def close(self) -> None:
         """Close this rank's connections and files."""

@@ -21,6 +21,11 @@ from megasao.trajectories.ipc import READ_ERRORS, check_buffers
 SEGMENT_BYTES = 64 * 2**20
 _CHECKSUM = b"crc32"
 _WRITE_BUFFER = 2**20
+_MARKER = b"\xff\xff\xff\xff"
+"""What every message of an Arrow stream begins with, at a multiple of _ALIGNMENT bytes."""
+_ALIGNMENT = 8
+_END_BYTES = 8
+"""Length of the end mark of a closed stream."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +122,16 @@ class Journal:
                     good = source.tell()
                     yield batch, Location(segment, offset)
         except StopIteration:
-            return
+            if size - good <= _END_BYTES:
+                return
+            damage = "the stream ends there"
         except READ_ERRORS as error:
-            if not is_newest:
-                raise ValueError(
-                    f"{path} is damaged after byte {good} of {size} ({error}), and it is not the newest segment: "
-                    "acknowledged trajectories would be lost; restore the file, or start a new run"
-                ) from error
+            damage = str(error)
+        if not is_newest or _whole_batch_after(path, good):
+            raise ValueError(
+                f"{path} is damaged after byte {good} of {size} ({damage}), and that is not the end of the journal: "
+                "acknowledged trajectories would be lost; restore the file, or start a new run"
+            )
         self._cut_tail(path, good, size)
 
     def _cut_tail(self, path: Path, good: int, size: int) -> None:
@@ -150,6 +158,22 @@ def read_batch(path: Path, offset: int) -> pa.RecordBatch:
             return batch
     except READ_ERRORS as error:
         raise ValueError(f"{path}: no batch can be read at byte {offset}: {error}") from error
+
+
+def _whole_batch_after(path: Path, damaged: int) -> bool:
+    """Whether a batch can be read behind the damaged one at byte ``damaged``: then this is no torn tail."""
+    data = path.read_bytes()
+    position = data.find(_MARKER, damaged + 1)
+    while position != -1:
+        try:
+            if position % _ALIGNMENT == 0:
+                message = pa.ipc.read_message(pa.BufferReader(memoryview(data)[position:]))
+                check_buffers(pa.ipc.read_record_batch(message, SCHEMA))
+                return True
+        except READ_ERRORS:
+            pass
+        position = data.find(_MARKER, position + 1)
+    return False
 
 
 def sync_directory(directory: Path) -> None:

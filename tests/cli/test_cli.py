@@ -1,7 +1,6 @@
 """The command line as a user sees it: a process, its exit code, its messages."""
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megasao.config.load import dump_config, load_config
+from tests.checkpoints import write_checkpoint
 
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
 
@@ -25,11 +25,8 @@ def megasao(*arguments: str | Path, columns: int = 200) -> "subprocess.Completed
 
 
 def model(directory: Path) -> str:
-    """A directory that looks like a checkpoint, as an override."""
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_experts": 8}))
-    (directory / "tokenizer.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(b"")
+    """A whole checkpoint directory without tensors, as an override."""
+    write_checkpoint(directory)
     return f"model.path={directory}"
 
 
@@ -84,12 +81,42 @@ def test_user_errors(arguments: list[str], message: str) -> None:
 
 def test_preflight_problems_carry_their_line(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    text = dump_config(load_config(LAPTOP, [model(tmp_path / "model"), "parallel.tensor=2"]))
+    text = dump_config(
+        load_config(LAPTOP, [model(tmp_path / "model"), "parallel.tensor=2", "parallel.expert_tensor=2"])
+    )
     path.write_text(text)
     line = next(i for i, text in enumerate(text.splitlines(), 1) if text.startswith("  sequence:"))
     result = megasao("check", path)
     assert result.returncode == 2
     assert f"{path}:{line}: parallel.sequence: a mixture of experts" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("config.json", "{", "not valid JSON"),
+        ("config.json", "{}", "model_type = None is not supported"),
+        ("model.safetensors", "", "its header does not fit into its 0 bytes"),
+        ("tokenizer.json", '{"version"', "not a tokenizer file"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_before_anything_starts(
+    tmp_path: Path, file: str, text: str, message: str
+) -> None:
+    override = model(tmp_path / "model")
+    (tmp_path / "model" / file).write_text(text)
+    result = megasao("train", LAPTOP, f"run.directory={tmp_path}", override)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr and str(tmp_path / "model" / file) in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "laptop").exists()
+
+
+def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "small", vocab_size=10)
+    assert "vocab_size = 10" in megasao("check", LAPTOP, f"model.path={tmp_path / 'small'}").stderr
+    write_checkpoint(tmp_path / "other", without_token="7")
+    assert "has no token for '7'" in megasao("check", LAPTOP, f"model.path={tmp_path / 'other'}").stderr
 
 
 def test_an_existing_run_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Impossible combinations are refused at load; their nearest possible neighbour is accepted."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 from megasao.config.errors import ConfigError
 from megasao.config.load import load_config
 from megasao.config.model_check import check_model
+from tests.checkpoints import write_checkpoint
 
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
 BASE = ["loop.steps=160", "sft.steps=800"]
@@ -71,30 +71,27 @@ def test_several_impossible_combinations_are_listed_together() -> None:
 
 # against the model's config.json
 
-SHAPE: dict[str, Any] = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "num_experts": 8,
-    "moe_intermediate_size": 96,
-    "intermediate_size": 96,
-    "max_position_embeddings": 128,
-}
-
 
 def model(tmp_path: Path, **changes: Any) -> str:
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE | changes))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    write_checkpoint(tmp_path, **changes)
     return f"model.path={tmp_path}"
 
 
+TP2 = ("parallel.tensor=2", "parallel.sequence=true", "parallel.expert_tensor=2")
+
 MODEL_CASES: list[tuple[dict[str, Any], list[str], str]] = [
-    ({}, ["parallel.tensor=2"], "parallel.sequence"),
-    ({"num_key_value_heads": 1}, ["parallel.tensor=2", "parallel.sequence=true"], "parallel.tensor"),
+    ({}, ["parallel.tensor=2", "parallel.expert_tensor=2"], "parallel.sequence"),
+    ({}, ["parallel.tensor=2", "parallel.sequence=true"], "parallel.expert_tensor"),
+    ({}, ["parallel.expert_tensor=2"], "parallel.expert_tensor"),
+    ({"tie_word_embeddings": True}, ["parallel.pipeline=2"], "parallel.pipeline"),
+    ({"vocab_size": 33}, [*TP2], "parallel.tensor"),
+    ({"num_experts": "four"}, [], "model.path"),
+    ({"num_hidden_layers": None}, [], "model.path"),
+    ({"model_type": "gpt2"}, [], "model.path"),
+    ({"num_key_value_heads": 1}, [*TP2], "parallel.tensor"),
     ({"num_hidden_layers": 3}, ["parallel.pipeline=2"], "parallel.pipeline"),
     ({"num_experts": 7}, ["parallel.expert=2"], "parallel.expert"),
-    ({"moe_intermediate_size": 97}, ["parallel.expert_tensor=2"], "parallel.expert_tensor"),
+    ({"moe_intermediate_size": 97}, [*TP2], "parallel.expert_tensor"),
     ({"num_experts": None}, ["parallel.expert=2"], "parallel.expert"),
     ({"num_experts": None, "intermediate_size": 97}, ["parallel.tensor=2"], "parallel.tensor"),
     ({"max_position_embeddings": 109}, [], "environment.max_tokens"),
@@ -115,10 +112,9 @@ def test_layouts_that_do_not_fit_the_model(
     "overrides",
     [
         [],
-        ["parallel.tensor=2", "parallel.sequence=true"],
+        [*TP2],
         ["parallel.expert=2"],
         ["parallel.pipeline=2"],
-        ["parallel.expert_tensor=2"],
     ],
 )
 def test_layouts_that_fit_the_model(tmp_path: Path, overrides: list[str]) -> None:
@@ -135,6 +131,12 @@ def test_a_broken_checkpoint_directory(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer.json[\s\S]*safetensors"):
         check_model(config)
+    write_checkpoint(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for damaged in (b"", whole[:9], b"not a header at all", whole + b"more"):
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(ConfigError, match="is damaged"):
+            check_model(config)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
         check_model(config)

@@ -55,6 +55,12 @@ def test_minimal_config_loads_with_defaults(tmp_path: Path) -> None:
     assert config.sft is None
 
 
+@pytest.mark.parametrize("override", ["run.name=.", "run.name=..", "run.name=a/b", "run.seed=2147483648"])
+def test_names_and_seeds_that_would_fail_later(tmp_path: Path, override: str) -> None:
+    """A name must be one directory inside run.directory; a seed must fit every generator."""
+    assert [p[0] for p in problems(tmp_path, MINIMAL, override)] == [override.partition("=")[0]]
+
+
 def test_shipped_configs_load() -> None:
     for path in LAPTOP.parent.glob("*.yaml"):
         assert load_config(path).run.name

@@ -1,6 +1,7 @@
 """A whole run through the command line: it ends, its books balance, and everything a person is promised is there."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,12 @@ def test_synchronous_run_is_on_policy_and_engine_and_trainer_agree(model: Path, 
     assert all(line["data/lag_max"] == 0 and line["data/mixed_versions"] == 0 for line in lines)
     assert all(line["actor/log_ratio_abs_mean"] < 1e-5 for line in lines[1:])
     assert all(line["actor/masked_low"] == line["actor/masked_high"] == 0 for line in lines[1:])
+    assert all(abs(math.log(line["actor/ratio_max"])) < 1e-5 for line in lines[1:])
+    for step in (0, 2):
+        rows = [json.loads(row) for row in (run.examples / f"step_{step:06d}.jsonl").read_text().splitlines()]
+        pairs = [pair for row in rows for pair in zip(row["logprobs"], row["rollout_logprobs"], strict=True)]
+        gaps = [abs(ours - theirs) for ours, theirs in pairs if ours is not None]
+        assert gaps and max(gaps) < 1e-5, "every token by itself, not only their mean"
     moved = [line["actor/grad_norm"] for line in lines[1:]]
     assert min(moved) > 0, "a run that does not move agrees for nothing"
 

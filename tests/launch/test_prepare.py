@@ -12,6 +12,7 @@ import pytest
 from megasao.config import Config
 from megasao.config.errors import UserError
 from megasao.config.load import load_config
+from megasao.config.rundir import RunDirectory
 from megasao.launch.ports import free_ports
 from megasao.launch.prepare import prepared_run
 from megasao.launch.roles import child_environment, megasao_command, rollout_role, trainer_roles
@@ -180,9 +181,8 @@ def test_trainer_roles_form_a_world(tmp_path: Path) -> None:
     assert [role.env["RANK"] for role in roles] == ["0", "1", "2"]
     assert {role.env["WORLD_SIZE"] for role in roles} == {"3"}
     assert {role.env["MASTER_PORT"] for role in roles} == {"4242"}
-    assert all(
-        role.command[1:] == ["-m", "megasao", "trainer", "--run", str(run.path), "--stage", "sft"] for role in roles
-    )
+    where = ["--run", str(run.path)]
+    assert all(role.command[1:] == ["-P", "-m", "megasao", "trainer", *where, "--stage", "sft"] for role in roles)
     assert len({role.log for role in roles}) == 3
 
 
@@ -208,3 +208,10 @@ def test_endpoints_are_json_of_plain_data(tmp_path: Path) -> None:
     assert set(data) == {"controller", "weights", "torch_host", "torch_port"}
     assert "localhost" not in data["controller"]  # ZeroMQ binds addresses, not names
     assert os.path.exists(run.logs)
+
+
+def test_a_file_of_the_users_directory_is_no_module_of_a_role(tmp_path: Path) -> None:
+    (tmp_path / "numbers.py").write_text("raise SystemExit('imported the wrong file')")
+    command = megasao_command(RunDirectory(tmp_path / "absent"))("controller", 0)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "is not a run directory" in result.stderr, result.stderr

@@ -17,6 +17,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2": {"ranks": 2, "pipeline": 2},
     "TP2 SP": {"ranks": 2, "tensor": 2, "sequence": True, "expert_tensor": 2},
     "TP2 SP EP2": {"ranks": 2, "tensor": 2, "sequence": True, "expert": 2},
+    "TP2 SP EP2 ETP2": {"ranks": 4, "tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2},
     "TP2 SP PP2 EP2": {"ranks": 4, "tensor": 2, "sequence": True, "pipeline": 2, "expert": 2},
     "DP2 PP2": {"ranks": 4, "pipeline": 2},
 }

@@ -18,6 +18,7 @@ LAYOUTS = {
     "EP2": {"ranks": 2, "expert": 2},
     "TP2 SP EP2": {"ranks": 2, "tensor": 2, "sequence": True, "expert": 2},
     "TP2 SP ETP2": {"ranks": 2, "tensor": 2, "sequence": True, "expert_tensor": 2},
+    "TP2 SP EP2 ETP2": {"ranks": 4, "tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2},
     "PP2": {"ranks": 2, "pipeline": 2},
 }
 

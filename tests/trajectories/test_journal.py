@@ -93,6 +93,25 @@ def test_damage_in_an_older_segment_is_an_error_not_a_loss(tmp_path):
         names_on_disk(tmp_path)
 
 
+@pytest.mark.parametrize("where", ["values", "start"])
+def test_damage_before_a_whole_batch_is_an_error_not_a_torn_tail(tmp_path, where):
+    write(tmp_path, ["a", "b"])
+    path = tmp_path / "segment-000001.arrow"
+    ends = path.stat().st_size
+    write(tmp_path / "more", ["a", "b", "c"])
+    whole = bytearray((tmp_path / "more" / "segment-000001.arrow").read_bytes())
+    assert whole[:ends] == path.read_bytes()
+    write(tmp_path / "one", ["a"])
+    second = (tmp_path / "one" / "segment-000001.arrow").stat().st_size
+    first = whole.index(b"\x05\0\0\0\x06\0\0\0", second) if where == "values" else second
+    whole[first : first + 16] = bytes(16)
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match="not the end of the journal"):
+        names_on_disk(tmp_path)
+    path.write_bytes(whole[:ends])
+    assert names_on_disk(tmp_path) == ["a", "a'"], "the same damage at the end is a torn tail"
+
+
 WRITER = """
 import sys
 from pathlib import Path

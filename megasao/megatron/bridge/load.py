@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megasao.megatron.bridge.local import local_parameters
@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 
 
 class TensorFiles:
-    """Tensors by name over several safetensors files, read lazily and in slices. A context manager."""
+    """Tensors by name over several safetensors files, read lazily and in slices. A context manager.
+
+    ValueError names a file that cannot be read.
+    """
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         for path in files:
-            opened = self._stack.enter_context(safe_open(path, framework="pt"))
+            try:
+                opened = self._stack.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from error
             self._files.update(dict.fromkeys(opened.keys(), opened))
 
     def __enter__(self) -> "TensorFiles":

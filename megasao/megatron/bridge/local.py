@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import distributed
 
-from megasao.megatron.architecture import expert_count
+from megasao.config.architecture import expert_count
 from megasao.megatron.bridge.table import Rule, global_name, rules
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megasao.megatron.architecture import expert_count, is_moe_layer
+from megasao.config.architecture import expert_count, is_moe_layer
 
 Kind = Literal["direct", "qkv", "gate_up"]
 
