@@ -29,8 +29,8 @@ demo: setup $(DEMO_MODEL)/config.json
 	$(BIN)/megasao train configs/laptop.yaml model.path=$(DEMO_MODEL) run.name=$(RUN) run.seed=$(SEED) $(ARGS)
 
 lint: setup
-	$(BIN)/ruff check megasao tests tools benchmarks
-	$(BIN)/ruff format --check megasao tests tools benchmarks
+	$(BIN)/ruff check setup.py csrc megasao tests tools benchmarks
+	$(BIN)/ruff format --check setup.py csrc megasao tests tools benchmarks
 	$(BIN)/mypy
 
 test: lint
