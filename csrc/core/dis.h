@@ -56,7 +56,7 @@ template <class P, class M>
 MEGASAO_FN DisToken<P, M> dis_token(P logprob, P rollout, P advantage, M action, Band<Element<P>> band) {
   using E = Element<P>;
   const P zero = P{};
-  const P log_ratio = action ? logprob - rollout : zero;
+  const P log_ratio = logprob - rollout;  // of an observation: anything; each use below asks for an action
   DisToken<P, M> token;
   token.low = action & (log_ratio <= band.lower);
   token.high = action & (log_ratio >= band.upper);

@@ -40,7 +40,9 @@ MUTATIONS = [
     Mutation("cuda/gae.h", "warps[warp] = scan;\n  __syncthreads();", "warps[warp] = scan;"),
     Mutation("cuda/gae.h", "passed = after(passed, map)", "passed = after(map, passed)"),
     Mutation("cuda/gae.h", "if (passed.m == 0) break;", "break;"),
-    Mutation("cuda/gae.h", "if (lane + offset < kWarp) map =", "map ="),
+    Mutation(
+        "cuda/gae.h", "if (lane + offset < kWarp) map =", "map =", "only lane 0 counts, and it never reads such a lane"
+    ),
     Mutation("cuda/gae.h", "while (state == kEmpty) state =", "if (state == kEmpty) state ="),
     Mutation("cuda/gae.h", "scratch.y[tile] = apply(whole, y);", "scratch.y[tile] = y;"),
     Mutation("cuda/gae.h", "  __syncthreads();\n\n  double y", "\n  double y"),
@@ -51,7 +53,7 @@ MUTATIONS = [
     Mutation("cuda/platform.h", "if (first + k < tokens) to[first + k]", "to[first + k]"),
     Mutation("core/dis.h", "log_ratio >= band.upper", "log_ratio > band.upper"),
     Mutation("core/dis.h", "(log_ratio > band.lower)", "(log_ratio >= band.lower)"),
-    Mutation("core/dis.h", "action ? logprob - rollout : zero", "logprob - rollout"),
+    Mutation("core/dis.h", "valid = action & (log_ratio", "valid = (log_ratio"),
     Mutation("core/dis.h", "accepted ? e.exp * advantage : zero", "e.exp * advantage * P(accepted)"),
     Mutation("core/dis.h", "n == P{} ? tail :", "n != P{} ? tail :"),
     Mutation("core/dis.h", "x > E(kClamp)", "x > E(2 * kClamp)"),

@@ -113,6 +113,32 @@ void test_gae(const Shape& shape, unsigned seed) {
   }
 }
 
+// Whole launches rarely look back over more than the few tiles that run at the same time: this does.
+void test_look_back(int tiles, int final_tile, int constant_tile, unsigned seed) {
+  ++cases;
+  std::mt19937 random(seed);
+  std::uniform_real_distribution<double> uniform(0.5, 1.5);
+  Buffer<unsigned> ticket(1), state(tiles);
+  Buffer<double> m(tiles), b(tiles), y(tiles);
+  double expected = 0;
+  for (int i = 0; i < tiles; ++i) {
+    const bool done = i == final_tile || i == constant_tile;
+    m[i] = i == constant_tile ? 0 : uniform(random);
+    b[i] = uniform(random);
+    state[i] = done ? unsigned(megasao::kFinal) : unsigned(megasao::kMap);
+    if (i < final_tile) b[i] = kNan;  // must not be used
+    expected = i == final_tile ? 3.5 : m[i] == 0 ? b[i] : m[i] * expected + b[i];
+    y[i] = done ? expected : kNan;
+  }
+  double got = kNan;
+  const megasao::GaeScratch scratch = {ticket.data, state.data, m.data, b.data, y.data};
+  emulator::launch(1, megasao::kWarp, 1, seed, [&] {
+    const double found = megasao::look_back(scratch, tiles);
+    if (threadIdx.x == 0) got = found;
+  });
+  CHECK(close(got, expected, 1e-12), "look-back over %d tiles: %g, not %g", tiles, got, expected);
+}
+
 template <class T>
 void test_dis(int64_t tokens, double spread, bool garbage, unsigned seed) {
   ++cases;
@@ -214,6 +240,9 @@ void test_all(unsigned seed) {
 }  // namespace
 
 int main() {
+  for (int tiles : {1, 2, 31, 32, 33, 64, 65, 100})
+    for (int final_tile : {0, tiles / 3, tiles - 1})
+      for (int constant_tile : {-1, tiles / 2}) test_look_back(tiles, final_tile, constant_tile, unsigned(tiles));
   test_all<float>(1);
   test_all<double>(1000);
   std::printf("%d cases, %d failures\n", cases, failures);
