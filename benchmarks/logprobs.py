@@ -25,8 +25,10 @@ def measure(variant: str, tokens: int, hidden: int, vocabulary: int) -> dict[str
     states = torch.randn(tokens, hidden, requires_grad=True)
     weight = torch.empty(vocabulary, hidden).normal_(std=hidden**-0.5).requires_grad_()
     targets = torch.randint(vocabulary, (tokens,))
-    states.grad, weight.grad = torch.zeros_like(states), torch.zeros_like(weight)
-    chunked_logprobs(states[:2], weight[:8], targets[:2] % 8)[0].sum().backward()
+    for tensor in (states, weight):
+        tensor.grad = torch.zeros_like(tensor).fill_(0)  # written, so that it is resident
+    warm_up = torch.randn(8, hidden, requires_grad=True)
+    chunked_logprobs(warm_up, warm_up, torch.zeros(8, dtype=torch.int64))[0].sum().backward()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()
     if variant == "plain":
