@@ -7,6 +7,7 @@ from megasao.config.base import Section
 from megasao.config.combinations import impossible_combinations
 from megasao.config.errors import CombinationError
 from megasao.config.model import ModelConfig, ParallelConfig
+from megasao.config.ops import OpsConfig
 from megasao.config.rollout import (
     BufferConfig,
     EnvironmentConfig,
@@ -48,6 +49,7 @@ class Config(Section):
     loop: LoopConfig = Field(description="Steps, batch and staleness.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Trainer layout.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Micro-batching.")
+    ops: OpsConfig = Field(default_factory=OpsConfig, description="The numerical core.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation.")
     buffer: BufferConfig = Field(default_factory=BufferConfig, description="Trajectory buffer.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation.")

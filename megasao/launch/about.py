@@ -19,6 +19,8 @@ def about() -> dict[str, str]:
 def _device() -> dict[str, str]:
     import torch
 
+    from megasao.ops.backend import describe
+
     present = torch.cuda.is_available()
     engine = importlib.util.find_spec("transformer_engine") is not None
     if present:
@@ -29,7 +31,7 @@ def _device() -> dict[str, str]:
     return {
         "cuda": cuda,
         "transformer_impl": f"auto is {'transformer_engine' if present else 'local'}{missing}",
-        "ops": "plain torch reference",
+        "ops": describe(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens from logits that are split over the vocabulary, and the shift to per-token arrays.
+"""Log-probabilities of tokens from hidden states and a head split over the vocabulary; the shift to per-token arrays.
 
 Convention: index t of a result belongs to token t itself. It comes from the output at t - 1 of the same sequence; the
 first token of each sequence has 0.
@@ -6,8 +6,9 @@ first token of each sequence has 0.
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
+
+from megasao.ops.logprobs import chunked_logprobs
 
 
 def shift_to_tokens(outputs: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -18,33 +19,20 @@ def shift_to_tokens(outputs: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.where(first, torch.zeros_like(shifted), shifted)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """float32 [T]: log-probability of each token under ``softmax(logits / its temperature)``.
+def hidden_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """float32 [T]: log-probability of each token under ``softmax(hidden @ weight^T / its temperature)``.
+
+    Logits exist for a chunk of tokens at a time, forward and backward. Collective over the tensor-parallel group.
 
     Args:
-        logits: [T, V / TP], this rank's part of the vocabulary.
+        hidden: [T, hidden], the same on every tensor-parallel rank.
+        weight: [V / TP, hidden], this rank's part of the vocabulary.
         tokens: int64 [T].
         temperature: float32 [T], aligned with the token (not with the output that predicts it).
         cu_seqlens: int32 [B + 1].
     """
-    predictions = _vocab_parallel_logprobs(logits[:-1].float() / temperature[1:, None], tokens[1:])
-    return shift_to_tokens(torch.cat([predictions, predictions.new_zeros(1)]), cu_seqlens)
-
-
-def _vocab_parallel_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """float32 [N] from ``logits`` [N, V / TP] and global ids ``targets`` [N]; gradients flow to the local logits."""
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
-        return torch.log_softmax(logits, dim=-1).gather(1, targets[:, None]).squeeze(1)
-    vocabulary = logits.shape[1]
-    start = parallel_state.get_tensor_model_parallel_rank() * vocabulary
-    largest = logits.detach().amax(dim=-1)
     group = parallel_state.get_tensor_model_parallel_group()
-    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
-    shifted = logits - largest[:, None]
-    mine = (targets >= start) & (targets < start + vocabulary)
-    local = torch.where(mine, targets - start, torch.zeros_like(targets))
-    picked = shifted.gather(1, local[:, None]).squeeze(1)
-    both = torch.stack([shifted.exp().sum(dim=-1), torch.where(mine, picked, torch.zeros_like(picked))])
-    # Each rank goes on with the same sum, so its gradient is passed through unreduced.
-    total, target = reduce_from_tensor_model_parallel_region(both)
-    return target - total.log()
+    # A bfloat16 model's output comes in float32, without loss.
+    states = hidden[:-1].to(weight.dtype)
+    predictions, _ = chunked_logprobs(states, weight, tokens[1:], temperature=temperature[1:], group=group)
+    return shift_to_tokens(torch.cat([predictions, predictions.new_zeros(1)]), cu_seqlens)

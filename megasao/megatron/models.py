@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -36,7 +36,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megasao.config import Config
 from megasao.config.architecture import expert_count, is_moe_layer, read_hf_config, rope_theta
 from megasao.config.model import ModelConfig, ParallelConfig
-from megasao.megatron.modules import PackedAttention, RMSNorm, ValueHead
+from megasao.megatron.modules import HiddenOutput, PackedAttention, RMSNorm, ValueHead
 from megasao.megatron.runtime import compute_device
 
 Role = Literal["actor", "critic"]
@@ -57,6 +57,15 @@ class MegatronModel:
     chunks: list[DistributedDataParallel]
     transformer_config: TransformerConfig
     hf_config: dict[str, Any]
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """[V / TP, hidden]: this rank's rows of the language-model head; on the last stage of an actor."""
+        gpt = self.modules[-1]
+        weight: torch.Tensor = gpt.output_layer.weight
+        if gpt.share_embeddings_and_output_weights:
+            weight = gpt.shared_embedding_or_output_weight()
+        return weight
 
     @property
     def modules(self) -> list[GPTModel]:
@@ -253,8 +262,11 @@ def _build_gpt(role: Role, hf_config: dict[str, Any], config: TransformerConfig,
         position_embedding_type="rope",
         rotary_base=rope_theta(hf_config),
     )
-    if role == "critic" and gpt.post_process:
+    if gpt.post_process and role == "critic":
         gpt.output_layer = ValueHead(config, run.value_model.head_bias)
+    elif gpt.post_process:
+        assert type(gpt.output_layer) is tensor_parallel.ColumnParallelLinear
+        gpt.output_layer.__class__ = HiddenOutput
     return gpt
 
 

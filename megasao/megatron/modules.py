@@ -112,6 +112,20 @@ class PackedAttention(MegatronModule):
         return _Unpad.apply(result.transpose(1, 2).flatten(0, 1), token_to_slot).flatten(1)
 
 
+class HiddenOutput(tensor_parallel.ColumnParallelLinear):
+    """The language-model head, which hands on its input: log-probabilities are made from there, chunk by chunk.
+
+    A drop-in for the class of Megatron's output layer (same parameters, names and checkpoints).
+    """
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, *ignored: Any, **also: Any) -> tuple[Tensor, None]:
+        """``input_`` [T or T / TP, 1, hidden] -> [T, 1, hidden], on every tensor-parallel rank."""
+        if self.sequence_parallel:
+            # The gradient comes complete on each rank: split it, do not sum it.
+            input_ = tensor_parallel.gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False)
+        return input_, None
+
+
 class ValueHead(MegatronModule):
     """hidden -> one value, in the output layer's place on the last stage; weight zero, so V starts at ``bias``."""
 

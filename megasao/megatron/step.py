@@ -19,8 +19,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, distributed
 
-from megasao.megatron.logprobs import shift_to_tokens, token_logprobs
-from megasao.megatron.models import MegatronModel, Role
+from megasao.megatron.logprobs import hidden_logprobs, shift_to_tokens
+from megasao.megatron.models import MegatronModel
 from megasao.megatron.rows import Row
 from megasao.megatron.runtime import broadcast_bytes, compute_device
 
@@ -48,7 +48,7 @@ def forward_only(model: MegatronModel, rows: list[Row]) -> list[Tensor]:
         float32 [T] per row, on the rows' device: log-probabilities (actor) or values (critic) of the tokens.
     """
     with torch.no_grad():
-        outputs: list[Tensor] = _run(model, rows, _collect, forward_only=True)
+        outputs: list[Tensor] = _run(model, rows, partial(_collect, model), forward_only=True)
     return _broadcast_outputs(outputs, rows)
 
 
@@ -65,8 +65,8 @@ def forward_backward(model: MegatronModel, rows: list[Row], loss_fn: LossFunctio
         The stats of each row, detached, on every pipeline stage.
     """
 
-    def loss_and_stats(role: Role, batch: _Batch, raw: Tensor) -> tuple[Tensor, Tensor, Stats]:
-        outputs = _outputs(role, batch, raw)[: batch.length].to(rows[batch.index].tokens.device)
+    def loss_and_stats(batch: _Batch, raw: Tensor) -> tuple[Tensor, Tensor, Stats]:
+        outputs = _outputs(model, batch, raw)[: batch.length].to(rows[batch.index].tokens.device)
         loss, stats = loss_fn(batch.index, outputs)
         if not loss.requires_grad:
             # A row without trained tokens still runs its backward pass: other ranks wait in the collectives there.
@@ -93,7 +93,7 @@ def _run(model: MegatronModel, rows: list[Row], finish: Callable[..., Any], *, f
             attention_mask=None,
             packed_seq_params=_packed(batch),
         )
-        return raw, partial(finish, model.role, batch)
+        return raw, partial(finish, batch)
 
     return list(
         schedule(
@@ -109,15 +109,15 @@ def _run(model: MegatronModel, rows: list[Row], finish: Callable[..., Any], *, f
     )
 
 
-def _collect(role: Role, batch: _Batch, raw: Tensor, non_loss_data: bool = True) -> Tensor:
-    return _outputs(role, batch, raw)[: batch.length]
+def _collect(model: MegatronModel, batch: _Batch, raw: Tensor, non_loss_data: bool = True) -> Tensor:
+    return _outputs(model, batch, raw)[: batch.length]
 
 
-def _outputs(role: Role, batch: _Batch, raw: Tensor) -> Tensor:
-    """Per-token float32 [T] from the model's raw output [1, T, V / TP] or [1, T, 1]."""
-    if role == "critic":
+def _outputs(model: MegatronModel, batch: _Batch, raw: Tensor) -> Tensor:
+    """Per-token float32 [T] from the model's raw output [1, T, hidden] or [1, T, 1]."""
+    if model.role == "critic":
         return shift_to_tokens(raw[0, :, 0].float(), batch.cu_seqlens)
-    return token_logprobs(raw[0], batch.tokens, batch.temperature, batch.cu_seqlens)
+    return hidden_logprobs(raw[0], model.output_weight, batch.tokens, batch.temperature, batch.cu_seqlens)
 
 
 def _prepare(index: int, row: Row, alignment: int) -> _Batch:

@@ -50,6 +50,15 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> int:
     return len(bounds) - 1
 
 
+def check_finite_actions(action_mask: Tensor, **tensors: Tensor) -> None:
+    """No NaN at an action token; else ValueError. Waits for the device."""
+    for name, tensor in tensors.items():
+        bad = action_mask & torch.isnan(tensor)
+        if bool(bad.any()):
+            where = int(bad.nonzero()[0])
+            raise ValueError(f"{name}: NaN at action token {where} ({int(bad.sum())} in all); see what computed it")
+
+
 def clamped_denominator(denominator: Tensor | float, like: Tensor) -> Tensor | float:
     """``denominator`` (a number or a 0-d tensor), at least 1e-8, so that a batch without tokens gives 0 and not NaN."""
     if isinstance(denominator, Tensor):

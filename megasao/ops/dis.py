@@ -12,11 +12,14 @@ Invariants that the tests assert:
 - no action token at all: loss 0, gradient 0, also when the denominator is 0.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
+from megasao.ops.backend import use_fused
 from megasao.ops.checks import check_flat, check_same_floats, clamped_denominator
-from megasao.ops.reference import Stats, dis_band, dis_loss_reference
+from megasao.ops.reference import LOG_RATIO_CLAMP, STATS, Stats, dis_band, dis_loss_reference
 
 
 def dis_loss(
@@ -52,6 +55,13 @@ def dis_loss(
     tokens = check_same_floats(logprobs=logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages)
     check_flat("action_mask", action_mask, length=tokens, dtypes=(torch.bool,), device=logprobs.device)
     _check_band(eps_low, eps_high)
+    lower, upper = math.log(1 - eps_low), math.log(1 + eps_high)
+    if -lower <= LOG_RATIO_CLAMP and upper <= LOG_RATIO_CLAMP and use_fused(logprobs.device):
+        inputs = (tensor.contiguous() for tensor in (logprobs, rollout_logprobs.detach(), advantages.detach()))
+        divisor = torch.as_tensor(clamped_denominator(denominator, logprobs), dtype=torch.float64)
+        divisor = divisor.to(logprobs.device)
+        loss, _, sums = torch.ops.megasao.dis(*inputs, action_mask.contiguous(), divisor, lower, upper)
+        return loss, dict(zip(STATS, sums.unbind(), strict=True))
     return dis_loss_reference(
         logprobs,
         rollout_logprobs,

@@ -14,7 +14,8 @@ Invariants that the tests assert:
 import torch
 from torch import Tensor
 
-from megasao.ops.checks import FLOATS, check_cu_seqlens, check_flat, check_same_floats
+from megasao.ops.backend import configured, use_fused
+from megasao.ops.checks import FLOATS, check_cu_seqlens, check_finite_actions, check_flat, check_same_floats
 from megasao.ops.reference import gae_reference
 
 
@@ -47,14 +48,17 @@ def gae(
         The arithmetic is float64.
 
     Raises:
-        ValueError: a shape, dtype, device or number is not as above.
+        ValueError: a shape, dtype, device or number is not as above; with ``ops.check``, also NaN at an action token.
     """
     tokens = check_same_floats(rewards=rewards, values=values)
     check_flat("action_mask", action_mask, length=tokens, dtypes=(torch.bool,), device=values.device)
     sequences = check_cu_seqlens(cu_seqlens, tokens)
     if not 0 < gamma <= 1:
         raise ValueError(f"gamma: expected a number in (0, 1], got {gamma}")
-    return gae_reference(
+    if configured().check:
+        check_finite_actions(action_mask, rewards=rewards, values=values)
+    run = _gae_fused if use_fused(values.device) else gae_reference
+    return run(
         rewards,
         values,
         action_mask,
@@ -63,6 +67,23 @@ def gae(
         lam=_lambda_per_sequence(lam, sequences, values.device),
         bootstrap=_bootstrap_per_sequence(bootstrap, sequences, values.device),
     )
+
+
+@torch.no_grad()
+def _gae_fused(
+    rewards: Tensor,
+    values: Tensor,
+    action_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    gamma: float,
+    lam: Tensor,
+    bootstrap: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The arguments of ``gae_reference``, by the compiled operator."""
+    flat = [tensor.contiguous() for tensor in (rewards, values, action_mask, cu_seqlens.to(values.device))]
+    advantages, returns = torch.ops.megasao.gae(*flat, lam.contiguous(), bootstrap.contiguous(), gamma)
+    return advantages, returns
 
 
 def _lambda_per_sequence(lam: float | Tensor, sequences: int, device: torch.device) -> Tensor:

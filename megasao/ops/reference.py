@@ -15,6 +15,20 @@ Stats = dict[str, Tensor]
 """Detached float64 0-d tensors. Keys that end in ``_max`` combine by maximum, all others by sum."""
 
 
+STATS = (
+    "tokens",
+    "invalid",
+    "masked_low",
+    "masked_high",
+    "ratio_sum",
+    "ratio_square_sum",
+    "log_ratio_abs_sum",
+    "kl_k3_sum",
+    "ratio_max",
+)
+"""The statistics of ``dis_loss`` in the order of the compiled operator."""
+
+
 @torch.no_grad()
 def gae_reference(
     rewards: Tensor,

@@ -1,0 +1,39 @@
+"""The benchmarks run; what they measure is nobody's business here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megasao.ops.extension import load_extension
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(load_extension().problem is not None, reason="no compiled operators")
+def test_kernels(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert "memory bound" in run("kernels.py", "--quick", "--json", str(report))
+    assert json.loads(report.read_text())["dis/20000"]["fused"] > 0
+
+
+def test_logprobs(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    sizes = ("--tokens=16", "--hidden=8", "--vocabulary=500", "--chunks", "4")
+    run("logprobs.py", *sizes, "--json", str(report))
+    rows = json.loads(report.read_text())["rows"]
+    assert rows["plain"]["loss"] == pytest.approx(rows["4"]["loss"], rel=1e-5)

@@ -1,0 +1,117 @@
+"""What is compiled: CUDA kernels that are registered and do not spill, and the kernels' own tests under an emulator."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megasao.launch.about import about
+from megasao.ops.extension import load_extension
+
+ROOT = Path(__file__).parents[2]
+FLAGS = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-pthread"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+needs_extension = pytest.mark.skipif(load_extension().problem is not None, reason="no compiled operators")
+
+
+def run(*command: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+@needs_compiler
+def test_cuda_kernels_under_the_emulator_and_sanitizers(tmp_path: Path) -> None:
+    program = tmp_path / "test_kernels"
+    built = run("g++", *FLAGS, *SANITIZERS, "csrc/tests/test_kernels.cpp", "-o", program)
+    assert built.returncode == 0, built.stderr
+    done = run(program, ASAN_OPTIONS="detect_leaks=0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = re.search(r"(\d+) cases, 0 failures", done.stdout)
+    assert cases is not None and int(cases[1]) > 50
+
+
+@needs_nvcc
+@needs_compiler
+def test_cuda_kernels_build_for_sm_90_without_spills(tmp_path: Path) -> None:
+    source = tmp_path / "kernels.cu"
+    headers = [f'#include "{ROOT}/csrc/cuda/{name}.h"\n' for name in ("gae", "dis")]
+    uses = [
+        f"template __global__ void megasao::{kernel}_kernel<{dtype}>({arguments});\n"
+        for dtype in ("float", "double")
+        for kernel, arguments in (
+            ("gae", f"megasao::GaeProblem<{dtype}>, megasao::GaeScratch"),
+            ("dis", f"megasao::DisProblem<{dtype}>, megasao::DisScratch"),
+        )
+    ]
+    source.write_text("".join(headers + uses))
+    keep = ["--keep", "--keep-dir", tmp_path]
+    done = run(
+        "nvcc", "-std=c++20", "-O3", "-arch=sm_90", "-Xptxas", "-v", *keep, "-cubin", source, "-o", tmp_path / "k"
+    )
+    assert done.returncode == 0, done.stderr
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout + done.stderr)
+    assert len(spills) == 4
+    assert all(spill == ("0", "0") for spill in spills)
+    ptx = "".join(path.read_text() for path in tmp_path.glob("*.ptx"))
+    for access in (r"ld\.global(\.nc)?\.v4\.[bf]32", r"st\.global\.v4\.[bf]32"):
+        assert re.search(access, ptx), "loads and stores are of 16 bytes"
+
+
+@needs_extension
+def test_operators_are_registered_where_they_were_built() -> None:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in ("gae", "gae_out", "dis", "dis_out"):
+        assert has(f"megasao::{name}", "CPU")
+        assert has(f"megasao::{name}", "CUDA") == bool(load_extension().cuda)
+        assert has(f"megasao::{name}", "Meta")
+        assert not has(f"megasao::{name}", "XPU")
+
+
+@needs_extension
+@needs_nvcc
+def test_cuda_kernels_are_in_the_extension_where_nvcc_is() -> None:
+    if os.environ.get("MEGASAO_CUDA") == "0":
+        pytest.skip("left out on purpose")
+    assert load_extension().cuda.startswith("sm_"), "built before nvcc was there? run `make clean setup`"
+
+
+def test_info_says_what_is_compiled_in() -> None:
+    extension, text = load_extension(), about()["ops"]
+    assert extension.cpu in text and extension.cuda in text
+    assert text.startswith("plain torch reference" if extension.problem else "fused")
+
+
+def test_a_build_without_a_compiler_is_a_warning_and_an_error_on_request(tmp_path: Path) -> None:
+    place = ["build_ext", "--build-lib", tmp_path / "lib", "--build-temp", tmp_path / "temp"]
+    without = {"PATH": str(tmp_path), "CXX": "", "MEGASAO_BUILD": ""}
+    done = run(sys.executable, "setup.py", *place, **without)
+    assert done.returncode == 0 and "installed without the fused operators" in done.stderr
+    done = run(sys.executable, "setup.py", *place, **(without | {"MEGASAO_BUILD": "1"}))
+    assert done.returncode != 0 and "no C++ compiler was found" in done.stderr
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@needs_compiler
+def test_a_failing_nvcc_is_an_error_on_request(tmp_path: Path) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho this nvcc is broken\nexit 1\n")
+    nvcc.chmod(0o755)
+    place = ["build_ext", "--build-lib", tmp_path / "lib", "--build-temp", tmp_path / "temp"]
+    broken = {"NVCC": str(nvcc), "MEGASAO_CUDA": "1", "MEGASAO_BUILD": ""}
+    done = run(sys.executable, "setup.py", *place, **broken)
+    assert done.returncode != 0
+    assert "broken" in done.stderr or "libcudart_static.a was not found" in done.stderr
