@@ -306,7 +306,8 @@ def test_dis_is_the_op_with_the_configured_band(band: tuple[float, float]) -> No
     tensors = (inputs.logprobs, inputs.rollout_logprobs, inputs.advantages, inputs.action_mask)
     expected, expected_stats = dis_loss(*tensors, eps_low=band[0], eps_high=band[1], denominator=4.0)
     torch.testing.assert_close(loss, expected)
-    assert all(torch.equal(stats[name], value) for name, value in expected_stats.items())
+    for name, value in expected_stats.items():  # the op may be the compiled one, which adds in another order
+        torch.testing.assert_close(stats[name], value, rtol=1e-6, atol=1e-6)
 
 
 def test_an_objective_is_one_section_and_one_function() -> None:
