@@ -41,11 +41,11 @@ class CalculatorOptions:
     """Options under ``environment.options``. The last three are habits of the demonstrator, as probabilities."""
 
     seed: int = 0
-    three_operations: float = 0.4
+    three_operations: float = 0.36
     """Share of problems with three operations; the others have two."""
     tool_failure_rate: float = 0.05
     """Probability that the tool answers ``error`` to a good call."""
-    answers_early: float = 0.65
+    answers_early: float = 0.57
     """Problems of two operations, taken for easy, whose demonstration answers with the first result."""
     ignores_precedence: float = 0.3
     """Problems of two operations whose demonstration goes from left to right whatever the precedence."""
