@@ -63,13 +63,13 @@ def pack_trajectories(
     trajectories: Sequence[Trajectory], *, data_rank: int, data_size: int, token_budget: int
 ) -> Batch:
     """Plan the whole step from its lengths, and pack the rows of ``data_rank``."""
-    rows = plan([len(t.tokens) for t in trajectories], data_size=data_size, token_budget=token_budget)[data_rank]
-    return Batch(
-        rows=tuple(_pack([trajectories[i] for i in row]) for row in rows),
-        action_tokens=sum(sum(t.action_mask) for t in trajectories),
-        sequences=len(trajectories),
-        tokens=sum(len(t.tokens) for t in trajectories),
-        entries=tuple(entry_of(t) for t in trajectories),
+    by_id = {t.trajectory_id: t for t in trajectories}
+    return pack_manifest(
+        [entry_of(t) for t in trajectories],
+        lambda ids: [by_id[trajectory_id] for trajectory_id in ids],
+        data_rank=data_rank,
+        data_size=data_size,
+        token_budget=token_budget,
     )
 
 
