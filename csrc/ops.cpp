@@ -11,7 +11,8 @@ static void check_bounds(const int32_t* bounds, int64_t sequences, int64_t token
     STD_TORCH_CHECK(bounds[b] <= bounds[b + 1], "cu_seqlens: expected bounds that never decrease, see element ", b + 1);
 }
 
-// Each sequence is one piece of work, so the result does not depend on the number of threads.
+// Each sequence is one piece of work, so the result does not depend on the number of threads. From the right, as the
+// kernel itself goes: what it fetches ahead is then of use to the next sequence.
 template <class T>
 static void gae_cpu(const GaeArguments& a) {
   const int32_t* bounds = a.cu_seqlens.const_data_ptr<int32_t>();
@@ -22,7 +23,7 @@ static void gae_cpu(const GaeArguments& a) {
   const double *lam = a.lam.const_data_ptr<double>(), *bootstrap = a.bootstrap.const_data_ptr<double>();
   T *advantages = a.advantages.mutable_data_ptr<T>(), *returns = a.returns.mutable_data_ptr<T>();
   const auto some = [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) {
+    for (int64_t b = end - 1; b >= begin; --b) {
       const int64_t at = bounds[b];
       kernels<T>().gae(rewards + at, values + at, mask + at, bounds[b + 1] - at, a.gamma, lam[b], bootstrap[b],
                        advantages + at, returns + at);

@@ -2,7 +2,7 @@
 
 Invariants that the tests assert:
 - observation tokens (mask False) get advantage 0 and return 0, and inserting any number of them anywhere, with any
-  values, changes nothing on action tokens;
+  values, changes nothing on action tokens (the compiled operator: nothing but rounding);
 - a reward on an observation token is credited to the last action token before it in the same sequence. Before the
   first action of a sequence there is no action to credit: such a reward is ignored. So is a reward on an observation
   token that is not finite;

@@ -74,7 +74,7 @@ def denominator(value: float) -> Tensor:
     st.sampled_from([1, 3, 40, 3000]),
     st.sampled_from([1.0, 0.9]),
 )
-def test_gae_equals_the_reference_over_many_blocks(
+def test_gae_equals_the_reference_over_many_groups(
     lengths: list[int], seed: int, dtype: torch.dtype, turns: int, gamma: float
 ) -> None:
     case = row(lengths, seed, dtype, turns=turns)
@@ -84,9 +84,9 @@ def test_gae_equals_the_reference_over_many_blocks(
         torch.testing.assert_close(got, wanted, **tolerance)
 
 
-def test_gae_comparison_rejects_a_reward_lost_at_a_block_edge() -> None:
+def test_gae_comparison_rejects_a_reward_lost_between_groups() -> None:
     case = row([1024], 0, torch.float64) | {"lam": torch.ones(1, dtype=torch.float64)}
-    case["action_mask"][505:520] = False  # the last action before the second block of 512 tokens is in the first
+    case["action_mask"][505:520] = False  # the last action before token 512 is in another group
     case["rewards"][512] = 7.0
     advantages, _ = gae(**case, gamma=1.0)
     torch.testing.assert_close(advantages, gae_reference(**case, gamma=1.0)[0])

@@ -157,14 +157,16 @@ def insert_observations(case: dict, at: list[int], value: float, reward: float) 
 
 @settings(max_examples=150, deadline=None)
 @given(packed(), st.data())
-def test_inserted_observations_change_nothing(case: dict, data: st.DataObject) -> None:
+def test_inserted_observations_change_nothing(backend: str, case: dict, data: st.DataObject) -> None:
     tokens = len(case["values"])
     at = data.draw(st.lists(st.integers(0, tokens), min_size=1, max_size=12))
     value = data.draw(st.sampled_from([0.0, 5.0, math.nan, math.inf, -math.inf]))
     reward = data.draw(st.sampled_from([0.0, math.nan, math.inf]))
     wider, old = insert_observations(case, at, value, reward)
     for before, after in zip(gae(**case), gae(**wider), strict=True):
-        assert torch.equal(after[old], before)
+        # The compiled operator adds in groups, whose borders move; the reference gives the same bits.
+        tolerance = 0.0 if backend == "reference" else 1e-13
+        torch.testing.assert_close(after[old], before, rtol=tolerance, atol=tolerance)
         assert torch.equal(after[~wider["action_mask"]], torch.zeros(int((~wider["action_mask"]).sum())).double())
 
 
