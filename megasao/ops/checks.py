@@ -59,6 +59,14 @@ def check_finite_actions(action_mask: Tensor, **tensors: Tensor) -> None:
             raise ValueError(f"{name}: NaN at action token {where} ({int(bad.sum())} in all); see what computed it")
 
 
+def check_band(eps_low: float, eps_high: float) -> None:
+    """The band (1 - eps_low, 1 + eps_high) has two finite edges above 0; else ValueError."""
+    if not 0 < eps_low < 1:
+        raise ValueError(f"eps_low: expected a number in (0, 1), got {eps_low}")
+    if not 0 < eps_high < float("inf"):
+        raise ValueError(f"eps_high: expected a finite number > 0, got {eps_high}")
+
+
 def clamped_denominator(denominator: Tensor | float, like: Tensor) -> Tensor | float:
     """``denominator`` (a number or a 0-d tensor), at least 1e-8, so that a batch without tokens gives 0 and not NaN."""
     if isinstance(denominator, Tensor):
@@ -68,3 +76,13 @@ def clamped_denominator(denominator: Tensor | float, like: Tensor) -> Tensor | f
     if not math.isfinite(denominator) or denominator < 0:
         raise ValueError(f"denominator: expected a finite number >= 0, got {denominator}")
     return max(float(denominator), 1e-8)
+
+
+def as_divisor(denominator: Tensor | float, like: Tensor) -> Tensor:
+    """The clamped denominator as the compiled operators take it: float64 0-d on the device of ``like``."""
+    return torch.as_tensor(clamped_denominator(denominator, like), dtype=torch.float64).to(like.device)
+
+
+def contiguous(logprobs: Tensor, *others: Tensor) -> list[Tensor]:
+    """The tensors as the compiled operators take them: contiguous, and gradient flows into the first one alone."""
+    return [logprobs.contiguous(), *(tensor.detach().contiguous() for tensor in others)]

@@ -1,6 +1,6 @@
 """Plain-torch references of the ops. They stay for good: fused kernels are compared with them.
 
-Arguments are trusted here; ``megasao.ops.gae`` and ``megasao.ops.dis_loss`` check them first.
+Arguments are trusted here; the functions of ``megasao.ops`` check them first.
 """
 
 import math
@@ -15,18 +15,11 @@ Stats = dict[str, Tensor]
 """Detached float64 0-d tensors. Keys that end in ``_max`` combine by maximum, all others by sum."""
 
 
-STATS = (
-    "tokens",
-    "invalid",
-    "masked_low",
-    "masked_high",
-    "ratio_sum",
-    "ratio_square_sum",
-    "log_ratio_abs_sum",
-    "kl_k3_sum",
-    "ratio_max",
-)
-"""The statistics of ``dis_loss`` in the order of the compiled operator."""
+_RATIO = ("ratio_sum", "ratio_square_sum", "log_ratio_abs_sum", "kl_k3_sum", "ratio_max")
+SIDES = ("positive_loss", "negative_loss")
+DIS_STATS = ("tokens", "invalid", "masked_low", "masked_high", "", *_RATIO, *SIDES)
+"""Statistics of ``dis_loss`` in the order of the compiled operator; the nameless one has no meaning for DIS."""
+PPO_STATS = ("tokens", "invalid", "clipped_low", "clipped_high", "clipped_dual", *_RATIO, *SIDES)
 
 
 @torch.no_grad()
@@ -115,26 +108,6 @@ def dis_band(
     return log_ratio, accepted, low, high
 
 
-def dis_token_losses(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    action_mask: Tensor,
-    *,
-    eps_low: float,
-    eps_high: float,
-) -> tuple[Tensor, Tensor, Stats]:
-    """(-f(r) * A * log p of each token [T] with f(r) detached, bool [T] inside the band, sums of the statistics)."""
-    log_ratio, accepted, low, high = dis_band(
-        logprobs, rollout_logprobs, action_mask, eps_low=eps_low, eps_high=eps_high
-    )
-    ratio = torch.exp(torch.where(accepted, log_ratio, 0.0))
-    weight = ratio * torch.where(accepted, advantages.detach(), 0.0)
-    losses = -(weight * torch.where(accepted, logprobs, 0.0))
-    masked = {"masked_low": low.sum(dtype=torch.float64), "masked_high": high.sum(dtype=torch.float64)}
-    return losses, accepted, {**ratio_stats(log_ratio, action_mask), **masked}
-
-
 def dis_loss_reference(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -146,10 +119,106 @@ def dis_loss_reference(
     denominator: Tensor | float,
 ) -> tuple[Tensor, Stats]:
     """-sum(f(r) * A * log p) / denominator with f(r) detached, and the sums behind its statistics."""
-    losses, _, stats = dis_token_losses(
-        logprobs, rollout_logprobs, advantages, action_mask, eps_low=eps_low, eps_high=eps_high
+    log_ratio, accepted, low, high = dis_band(
+        logprobs, rollout_logprobs, action_mask, eps_low=eps_low, eps_high=eps_high
     )
-    return losses.sum() / denominator, stats
+    ratio = torch.exp(torch.where(accepted, log_ratio, 0.0))
+    weight = ratio * torch.where(accepted, advantages.detach(), 0.0)
+    losses = -(weight * torch.where(accepted, logprobs, 0.0))
+    loss, sides = add_up(losses, advantages, denominator)
+    masked = {"masked_low": low.sum(dtype=torch.float64), "masked_high": high.sum(dtype=torch.float64)}
+    return loss, {**ratio_stats(log_ratio, action_mask), **masked, **sides}
+
+
+def ppo_clipped(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """bool [T] each: the action tokens clipped below, above, and by the dual clip. A NaN ratio is in none."""
+    below, above = action_mask & (advantages < 0), action_mask & (advantages > 0)
+    low = below & (log_ratio < math.log(1 - eps_low))
+    high = above & (log_ratio > math.log(1 + eps_high))
+    dual = below & (log_ratio > (math.inf if dual_clip is None else math.log(dual_clip)))
+    return low, high, dual
+
+
+def ppo_clip_loss_reference(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None,
+    denominator: Tensor | float,
+) -> tuple[Tensor, Stats]:
+    """-sum(min(r A, clip(r) A)) / denominator, with the dual clip where A < 0, and the sums behind its statistics."""
+    log_ratio = torch.where(action_mask, logprobs - rollout_logprobs.detach(), 0.0)
+    fixed, weight = log_ratio.detach(), torch.where(action_mask, advantages.detach(), 0.0)
+    low, high, dual = ppo_clipped(
+        fixed, weight, action_mask, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
+    )
+    invalid = torch.isnan(fixed)
+    free = ~(low | high | dual | invalid)
+    ratio = torch.where(free, log_ratio, 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    for clipped, bound in ((low, 1 - eps_low), (high, 1 + eps_high), (dual, dual_clip or 0.0)):
+        ratio = torch.where(clipped, bound, ratio)
+    loss, sides = add_up(torch.where(invalid, 0.0, -ratio * weight), weight, denominator)
+    flags = {"clipped_low": low, "clipped_high": high, "clipped_dual": dual}
+    shares = {name: flag.sum(dtype=torch.float64) for name, flag in flags.items()}
+    return loss, {**ratio_stats(fixed, action_mask), **shares, **sides}
+
+
+def add_up(losses: Tensor, advantages: Tensor, denominator: Tensor | float) -> tuple[Tensor, Stats]:
+    """The loss, 0-d, from those of single tokens [T], and its parts where the advantage is negative and where not."""
+    below = advantages < 0
+    negative, positive = (
+        torch.where(chosen, losses, 0.0).sum(dtype=torch.float64) / denominator for chosen in (below, ~below)
+    )
+    sides = {"positive_loss": positive.detach(), "negative_loss": negative.detach()}
+    return (positive + negative).to(losses.dtype), sides
+
+
+@torch.no_grad()
+def response_sums_reference(
+    logprobs: Tensor, advantages: Tensor, action_mask: Tensor, cu_seqlens: Tensor
+) -> Tensor:
+    """float64 [4, B]: of each response's action tokens the sum of -log p, their number, those with A > 0, with A < 0."""
+    lengths = cu_seqlens.long().diff()
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    rows = (
+        torch.where(action_mask, -logprobs.detach().double(), 0.0),
+        action_mask.double(),
+        (action_mask & (advantages > 0)).double(),
+        (action_mask & (advantages < 0)).double(),
+    )
+    sums = torch.zeros(len(rows), len(lengths), dtype=torch.float64, device=logprobs.device)
+    return sums.index_add_(1, sequence, torch.stack(rows))
+
+
+def response_loss_reference(
+    logprobs: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    weights: Tensor,
+    alpha: float,
+    denominator: Tensor | float,
+) -> tuple[Tensor, Stats]:
+    """-sum(weight of the response * A * log p) / denominator, with alpha * A where A < 0; its parts by A's sign."""
+    weight = torch.where(action_mask, advantages.detach(), 0.0).double()
+    scaled = torch.where(weight < 0, alpha * weight, weight)
+    scaled = scaled * torch.repeat_interleave(weights, cu_seqlens.long().diff())
+    losses = -torch.where(action_mask, logprobs, 0.0).double() * scaled
+    loss, sides = add_up(losses, weight, denominator)
+    return loss.to(logprobs.dtype), sides
 
 
 def ratio_stats(log_ratio: Tensor, action_mask: Tensor) -> Stats:
