@@ -35,6 +35,7 @@ class SimulatedFleet:
         self._running: list[tuple[float, int]] = []
         self._unplayed: list[int] = []
         self._played: dict[int, Trajectory] = {}
+        self._versions: dict[int, int] = {}
         self._finished: dict[int, list[int]] = {}
         self._complete: list[list[int]] = []
         self._dropped = 0
@@ -51,20 +52,18 @@ class SimulatedFleet:
 
     def next_batch(self, version: int) -> list[Trajectory]:
         """Wait for the first ``loop.batch_size`` rollouts in whole groups that are fresh enough."""
-        chosen: list[Trajectory] = []
-        self._newest = 0
+        chosen: list[int] = []
         while len(chosen) < self._config.loop.batch_size:
             while not self._complete:
                 self._finish_one()
-            self._play_begun()
-            indices = self._complete.pop(0)
-            group = [self._played.pop(index) for index in indices]
-            if version - min(t.oldest_version for t in group) > self._config.loop.max_lag:
-                self._dropped += len(group)
+            group = self._complete.pop(0)
+            if version - min(self._versions.pop(index) for index in group) > self._config.loop.max_lag:
+                self._drop(group)
             else:
                 chosen += group
-                self._newest = max(self._newest, *indices, 0)
-        return chosen
+        self._newest = max(chosen)
+        self._play_begun()
+        return [self._played.pop(index) for index in chosen]
 
     def notes(self) -> Record:
         """Of the run so far: the simulated time, and rollouts begun, dropped as too old, and newest in the batch."""
@@ -75,12 +74,19 @@ class SimulatedFleet:
             "fleet/newest": float(self._newest),
         }
 
+    def _drop(self, group: list[int]) -> None:
+        self._dropped += len(group)
+        self._unplayed = [index for index in self._unplayed if index not in group]
+        for index in group:
+            self._played.pop(index, None)
+
     def _begin(self) -> None:
         index, self._begun = self._begun, self._begun + 1
         generator = random.Random(f"{self._config.run.seed}/{index}")
         duration = math.exp(generator.gauss(-(self._sigma**2) / 2, self._sigma))
         heapq.heappush(self._running, (self._now + duration, index))
         self._unplayed.append(index)
+        self._versions[index] = self._version
 
     def _finish_one(self) -> None:
         self._now, index = heapq.heappop(self._running)
