@@ -8,7 +8,7 @@ from megasao.studies.figures import colours, figure
 from megasao.studies.study import Arm, Numbers, Run, Study, mean_after
 
 LAST = 0.75
-BOUNDS = (0, 1, 2, 4, 8, 16)
+BOUNDS = {"sao": (0, 1, 2, 4, 8, 16), "no_dis": (0, 4, 16)}
 OBJECTIVES = {"sao": ("sao",), "no_dis": ("vapo", "critic.freeze_attention=true", "critic.updates_per_actor_update=2")}
 """``no_dis`` is SAO with PPO's clip in place of DIS, and nothing else changed."""
 
@@ -34,13 +34,14 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         for one, (column, title) in zip(axes, columns.items(), strict=True):
             for objective, colour in colours(list(OBJECTIVES)).items():
                 means = []
-                for place, bound in enumerate(BOUNDS):
+                places = [BOUNDS["sao"].index(bound) for bound in BOUNDS[objective]]
+                for place, bound in zip(places, BOUNDS[objective], strict=True):
                     values = [numbers(run)[column] for run in runs if run.arm == f"{objective}_lag_{bound}"]
                     found = [value for value in values if value is not None]
                     one.scatter([place] * len(found), found, color=colour, s=12, alpha=0.5, linewidths=0)
                     means.append(fmean(found))
-                one.plot(range(len(BOUNDS)), means, color=colour, label=objective)
-            one.set_xticks(range(len(BOUNDS)), [str(bound) for bound in BOUNDS])
+                one.plot(places, means, color=colour, label=objective)
+            one.set_xticks(range(len(BOUNDS["sao"])), [str(bound) for bound in BOUNDS["sao"]])
             one.set_xlabel("loop.max_lag, versions")
             one.set_title(title, fontsize=10)
             one.legend(fontsize=8, frameon=False)
@@ -51,7 +52,7 @@ STALENESS = Study(
     arms=tuple(
         Arm(f"{objective}_lag_{bound}", (*changes, f"loop.max_lag={bound}"))
         for objective, changes in OBJECTIVES.items()
-        for bound in BOUNDS
+        for bound in BOUNDS[objective]
     ),
     model={"hidden": 64, "layers": 2, "experts": 0, "moe_hidden": 0},
     numbers=numbers,
