@@ -178,6 +178,12 @@ class AlgorithmConfig(Section):
         False, description="Bring the advantages of a step's action tokens, over all ranks, to mean 0 and variance 1."
     )
     kl: KlConfig = Field(default_factory=KlConfig, description="Distance from the starting policy.")
+    entropy_bonus: float = Field(
+        0.0,
+        ge=0,
+        description="Times the mean entropy of the laws that the step's action tokens were sampled from, nats: "
+        "subtracted from the loss; 0 is off.",
+    )
     allow_uncorrected: bool = Field(
         False, description="Permit ppo_clip on asynchronous rollouts, whose ratio it bounds on one side only."
     )

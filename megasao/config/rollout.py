@@ -97,5 +97,9 @@ class ObservabilityConfig(Section):
         "auto", description="Terminal output; auto is live on a terminal, else one line a step."
     )
     wandb_project: str | None = Field(None, description="Weights & Biases project; null is off.")
+    entropy: bool = Field(
+        False,
+        description="Report actor/entropy also where algorithm.entropy_bonus is 0; it costs more work in the loss.",
+    )
     examples_every: int = Field(10, ge=1, description="Steps between saved example trajectories.")
     examples_per_step: int = Field(2, ge=1, description="Example trajectories saved each time.")

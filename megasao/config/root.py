@@ -77,6 +77,11 @@ class Config(Section):
         asked = self.rollout.logprobs
         return self.algorithm.objective.needs_logprobs if asked == "auto" else asked == "always"
 
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether the trainer computes the entropy of the policy at every action token."""
+        return self.algorithm.entropy_bonus > 0 or self.observability.entropy
+
     @model_validator(mode="after")
     def _can_work(self) -> "Config":
         problems = impossible_combinations(self)

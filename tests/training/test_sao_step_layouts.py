@@ -109,6 +109,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "asympo": {"objective": {"name": "asympo"}, "advantages": {"name": "group"}, "denominator": "sequences"},
     "spo": {"objective": {"name": "spo"}, "advantages": {"name": "running_mean"}, "denominator": "sequences"},
     "kl": {"objective": {"name": "dis", "eps_low": 0.8}, "kl": {"coefficient": 0.5}},
+    "entropy": {"objective": {"name": "dis", "eps_low": 0.8}, "entropy_bonus": 0.3},
     "accepted": {"objective": {"name": "dis", "eps_low": 0.8}, "denominator": "accepted_tokens"},
 }
 
@@ -146,6 +147,9 @@ def test_every_algorithm_is_the_same_on_two_ranks_in_short_rows(name: str, check
         )
     else:
         assert "actor/kl_reference" not in got.metrics[0]
+    if name == "entropy":
+        for ours, theirs in zip(got.metrics, expected.metrics, strict=True):
+            assert ours["actor/entropy"] == pytest.approx(theirs["actor/entropy"], rel=1e-5)
     if name == "asympo":
         assert all(abs(metrics["actor/loss"]) < 1e-6 for metrics in got.metrics)
         assert "actor/ratio_mean" not in got.metrics[0]
