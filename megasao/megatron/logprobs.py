@@ -44,9 +44,7 @@ def hidden_logprobs(
     group = parallel_state.get_tensor_model_parallel_group()
     # A bfloat16 model's output comes in float32, without loss.
     states = hidden[:-1].to(weight.dtype)
-    outputs = chunked_logprobs(
-        states, weight, tokens[1:], temperature=temperature[1:], entropy=entropy, group=group
-    )
+    outputs = chunked_logprobs(states, weight, tokens[1:], temperature=temperature[1:], entropy=entropy, group=group)
     there = [output for output in outputs if output is not None]
     logprobs, *entropies = [shift_to_tokens(torch.cat([each, each.new_zeros(1)]), cu_seqlens) for each in there]
     return torch.stack([logprobs, *entropies]) if entropies else logprobs

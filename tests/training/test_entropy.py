@@ -107,9 +107,7 @@ def test_a_mean_over_the_own_tokens_is_noticed(checkpoint: Path, expected: tuple
         check_equal(wrong, expected)
 
 
-def test_entropy_can_be_watched_without_a_bonus(
-    checkpoint: Path, expected: tuple[dict, dict], tmp_path: Path
-) -> None:
+def test_entropy_can_be_watched_without_a_bonus(checkpoint: Path, expected: tuple[dict, dict], tmp_path: Path) -> None:
     settings = {"observability": {"entropy": True}}
     metrics, watched = run(checkpoint, tmp_path / "watched", {"ranks": 1}, bonus=0.0, settings=settings)
     _, plain = run(checkpoint, tmp_path / "off", {"ranks": 1}, bonus=0.0)
