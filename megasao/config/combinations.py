@@ -157,6 +157,12 @@ def objective(config: "Config") -> Iterator[Problem]:
             f"algorithm.objective.name = {options.name} needs the log-probs that rollout.logprobs = never leaves out"
         )
         yield Problem("rollout.logprobs", f"{reason}; use auto")
+    if options.needs_versions and not config.wants_versions:
+        reason = (
+            f"algorithm.objective.name = {options.name} corrects for the weights that produced each token, which "
+            "rollout.weight_versions = never leaves out"
+        )
+        yield Problem("rollout.weight_versions", f"{reason}; use auto")
     if options.response_level and algorithm.denominator != "sequences":
         reason = (
             f"{options.name} is a mean over responses, each already divided by its tokens; got "

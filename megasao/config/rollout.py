@@ -43,6 +43,11 @@ class RolloutConfig(Section):
     logprobs: Literal["auto", "always", "never"] = Field(
         "auto", description="Record the sampled tokens' log-probs: auto is where algorithm.objective needs them."
     )
+    weight_versions: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Record which weights produced each token: auto is where algorithm.objective needs it. Without, "
+        "staleness counts from the version that an episode's lease was granted for.",
+    )
 
 
 class BufferConfig(Section):

@@ -78,6 +78,12 @@ class Config(Section):
         return self.algorithm.objective.needs_logprobs if asked == "auto" else asked == "always"
 
     @property
+    def wants_versions(self) -> bool:
+        """Whether the rollout side is asked for the weight versions that produced its tokens."""
+        asked = self.rollout.weight_versions
+        return self.algorithm.objective.needs_versions if asked == "auto" else asked == "always"
+
+    @property
     def wants_entropy(self) -> bool:
         """Whether the trainer computes the entropy of the policy at every action token."""
         return self.algorithm.entropy_bonus > 0 or self.observability.entropy
