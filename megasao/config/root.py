@@ -24,6 +24,7 @@ from megasao.config.training import (
     LoopConfig,
     SftConfig,
     TrainerConfig,
+    ValuePretrainingConfig,
 )
 
 
@@ -58,6 +59,9 @@ class Config(Section):
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig, description="Restarts.")
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig, description="Metrics.")
     sft: SftConfig | None = Field(None, description="Fine-tuning before RL; null starts from model.path as it is.")
+    value_pretraining: ValuePretrainingConfig | None = Field(
+        None, description="Pretraining of the critic, after fine-tuning and before RL; null is none."
+    )
 
     @property
     def value_model(self) -> CriticConfig:
