@@ -202,7 +202,7 @@ def _launch(config_file: Path, overrides: list[str] | None, *, resume: bool, las
     if last is Stage.value and config.value_pretraining is None:
         raise UserError(
             f"{config_file} has no section value_pretraining, so there is nothing to pretrain on; add "
-            "configs/value_pretraining.yaml and value_pretraining.trajectories=[runs/EARLIER]"
+            "configs/stages/value_pretraining.yaml and value_pretraining.trajectories=[runs/EARLIER]"
         )
     again = shlex.join(["megasao", "train", str(config_file), *(overrides or []), "--resume"])
     try:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megasao.algorithms.objectives import PolicyInputs, TokenLosses, objective
 from megasao.config import Config
+from megasao.config.algorithm import GpgObjective, ObjectiveOptions
 from megasao.config.load import load_config
 from megasao.config.rundir import RunDirectory
 from megasao.megatron import runtime
@@ -144,6 +146,30 @@ def optimizer_after_pushes(payload: Payload) -> Any:
         load_model(actor.model, actor.optimizer, directory)
     _write(payload, "actor-weights", export_hf(actor.model))
     return actor.optimizer.updates()
+
+
+def own_objective(payload: Payload) -> Any:
+    """One actor update with gpg, and one with an objective that only this function knows: twice the same loss."""
+
+    class Mine(ObjectiveOptions):
+        factor: float = 2.0
+
+    @objective(Mine)
+    def mine(inputs: PolicyInputs, options: Mine) -> TokenLosses:
+        return TokenLosses(-options.factor * inputs.advantages * inputs.logprobs)
+
+    metrics = []
+    for options in (GpgObjective(), Mine()):
+        config = sao_config(payload)
+        config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"objective": options})})
+        assert not config.wants_logprobs and not config.wants_versions
+        topology = runtime.set_layout(config.parallel, seed=1)
+        actor = Actor.build(Path(payload["path"]), config, topology)
+        batch = pack_trajectories(trajectories(0), data_rank=0, data_size=1, token_budget=64)
+        advantages = [torch.linspace(-1, 1, row.row.tokens.numel()) for row in batch.rows]
+        metrics.append(actor.update(batch, advantages, actor_step=0))
+        runtime.clear_layout()
+    return metrics
 
 
 def pretrained_critic(payload: Payload) -> Any:
