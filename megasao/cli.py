@@ -121,6 +121,26 @@ def info() -> None:
 
 
 @app.command()
+def study(
+    name: Annotated[str, typer.Argument(help="collapse, ablation, online or staleness; or all.")],
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each arm; default 5, with --quick 1.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Very short runs, to see whether it works.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes, one core each; default: all cores.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the page goes; default docs/studies, with --quick build/quick."),
+    ] = None,
+) -> None:
+    """Run a study (the arms of configs/studies/NAME.yaml, seed by seed): a table, every run's numbers, and a figure.
+
+    What is finished is kept in build/studies, so an interrupted study goes on where it was.
+    """
+    from megasao.studies.command import run_studies
+
+    run_studies(name, seeds=seeds or (1 if quick else 5), quick=quick, jobs=jobs, out=out, say=typer.echo)
+
+
+@app.command()
 def controller(run: RunPath) -> None:
     """Role: the controller of a run (started by the launcher)."""
     from megasao.controller.main import run as run_controller
