@@ -19,10 +19,20 @@ def shift_to_tokens(outputs: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.where(first, torch.zeros_like(shifted), shifted)
 
 
-def hidden_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: Tensor, cu_seqlens: Tensor) -> Tensor:
+def hidden_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    temperature: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    entropy: bool = False,
+) -> Tensor:
     """float32 [T]: log-probability of each token under ``softmax(hidden @ weight^T / its temperature)``.
 
-    Logits exist for a chunk of tokens at a time, forward and backward. Collective over the tensor-parallel group.
+    With ``entropy`` float32 [2, T]: the log-probabilities, and the entropy in nats of the law that each token was
+    chosen from. Logits exist for a chunk of tokens at a time, forward and backward. Collective over the
+    tensor-parallel group.
 
     Args:
         hidden: [T, hidden], the same on every tensor-parallel rank.
@@ -34,5 +44,7 @@ def hidden_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature:
     group = parallel_state.get_tensor_model_parallel_group()
     # A bfloat16 model's output comes in float32, without loss.
     states = hidden[:-1].to(weight.dtype)
-    predictions, _ = chunked_logprobs(states, weight, tokens[1:], temperature=temperature[1:], group=group)
-    return shift_to_tokens(torch.cat([predictions, predictions.new_zeros(1)]), cu_seqlens)
+    outputs = chunked_logprobs(states, weight, tokens[1:], temperature=temperature[1:], entropy=entropy, group=group)
+    there = [output for output in outputs if output is not None]
+    logprobs, *entropies = [shift_to_tokens(torch.cat([each, each.new_zeros(1)]), cu_seqlens) for each in there]
+    return torch.stack([logprobs, *entropies]) if entropies else logprobs

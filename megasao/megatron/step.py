@@ -52,7 +52,9 @@ def forward_only(model: MegatronModel, rows: list[Row]) -> list[Tensor]:
     return _broadcast_outputs(outputs, rows)
 
 
-def forward_backward(model: MegatronModel, rows: list[Row], loss_fn: LossFunction) -> list[Stats]:
+def forward_backward(
+    model: MegatronModel, rows: list[Row], loss_fn: LossFunction, *, entropy: bool = False
+) -> list[Stats]:
     """Add the gradient of the sum of all losses to the main gradients, reduced over the whole world. Collective.
 
     Args:
@@ -60,13 +62,15 @@ def forward_backward(model: MegatronModel, rows: list[Row], loss_fn: LossFunctio
         loss_fn: ``loss_fn(index, outputs [T]) -> (loss, stats)`` for row ``index``, outputs on the row's device: the
             loss is 0-d, already divided by the GLOBAL denominator; stats are 0-d tensors, the same keys for each row.
             Called on the last stage only.
+        entropy: give the loss outputs [2, T]: an actor's log-probabilities, and the entropies (nats) of the laws that
+            the tokens were chosen from, both with gradient.
 
     Returns:
         The stats of each row, detached, on every pipeline stage.
     """
 
     def loss_and_stats(batch: _Batch, raw: Tensor) -> tuple[Tensor, Tensor, Stats]:
-        outputs = _outputs(model, batch, raw)[: batch.length].to(rows[batch.index].tokens.device)
+        outputs = _outputs(model, batch, raw, entropy)[..., : batch.length].to(rows[batch.index].tokens.device)
         loss, stats = loss_fn(batch.index, outputs)
         if not loss.requires_grad:
             # A row without trained tokens still runs its backward pass: other ranks wait in the collectives there.
@@ -113,11 +117,13 @@ def _collect(model: MegatronModel, batch: _Batch, raw: Tensor, non_loss_data: bo
     return _outputs(model, batch, raw)[: batch.length]
 
 
-def _outputs(model: MegatronModel, batch: _Batch, raw: Tensor) -> Tensor:
-    """Per-token float32 [T] from the model's raw output [1, T, hidden] or [1, T, 1]."""
+def _outputs(model: MegatronModel, batch: _Batch, raw: Tensor, entropy: bool = False) -> Tensor:
+    """Per-token float32 [T] from the model's raw output [1, T, hidden] or [1, T, 1]; [2, T] with ``entropy``."""
     if model.role == "critic":
         return shift_to_tokens(raw[0, :, 0].float(), batch.cu_seqlens)
-    return hidden_logprobs(raw[0], model.output_weight, batch.tokens, batch.temperature, batch.cu_seqlens)
+    return hidden_logprobs(
+        raw[0], model.output_weight, batch.tokens, batch.temperature, batch.cu_seqlens, entropy=entropy
+    )
 
 
 def _prepare(index: int, row: Row, alignment: int) -> _Batch:
