@@ -8,7 +8,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megasao.ops.logprobs import chunked_logprobs
+from megasao.ops.logprobs import token_logprobs
 
 
 def shift_to_tokens(outputs: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -31,7 +31,8 @@ def hidden_logprobs(
     """float32 [T]: log-probability of each token under ``softmax(hidden @ weight^T / its temperature)``.
 
     With ``entropy`` float32 [2, T]: the log-probabilities, and the entropy in nats of the law that each token was
-    chosen from. Logits exist for a chunk of tokens at a time, forward and backward. Collective over the
+    chosen from. Logits exist for a chunk of tokens at a time, forward and backward (unless
+    ``ops.backend`` is reference). Collective over the
     tensor-parallel group.
 
     Args:
@@ -44,7 +45,7 @@ def hidden_logprobs(
     group = parallel_state.get_tensor_model_parallel_group()
     # A bfloat16 model's output comes in float32, without loss.
     states = hidden[:-1].to(weight.dtype)
-    outputs = chunked_logprobs(states, weight, tokens[1:], temperature=temperature[1:], entropy=entropy, group=group)
+    outputs = token_logprobs(states, weight, tokens[1:], temperature=temperature[1:], entropy=entropy, group=group)
     there = [output for output in outputs if output is not None]
     logprobs, *entropies = [shift_to_tokens(torch.cat([each, each.new_zeros(1)]), cu_seqlens) for each in there]
     return torch.stack([logprobs, *entropies]) if entropies else logprobs

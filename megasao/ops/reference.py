@@ -4,9 +4,10 @@ Arguments are trusted here; the functions of ``megasao.ops`` check them first.
 """
 
 import math
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 LOG_RATIO_CLAMP = 20.0
 """Log-ratios are clamped to +-20 in the statistics (never in the loss), so that they stay finite."""
@@ -237,3 +238,63 @@ def ratio_stats(log_ratio: Tensor, action_mask: Tensor) -> Stats:
         "kl_k3_sum": k3.sum(),
         "ratio_max": torch.cat([ratio, ratio.new_zeros(1)]).max(),
     }
+
+
+def logprobs_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    scale: Tensor,
+    entropy: bool,
+    group: distributed.ProcessGroup | None,
+) -> tuple[Tensor, Tensor | None]:
+    """(log-probability of each target, entropy or None) from the logits of all tokens, [T, V / ranks]; ``scale`` [T]."""
+    ranks = 1 if group is None else distributed.get_world_size(group)
+    start = len(weight) * distributed.get_rank(group) if ranks > 1 else 0
+    logits = (_ToRanks.apply(hidden, group) @ weight.T).to(scale.dtype) * scale[:, None]
+    largest = logits.detach().amax(dim=-1)
+    if ranks > 1:
+        distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=group)
+    law = (logits - largest[:, None]).exp()
+    total = _OverRanks.apply(law.sum(dim=-1), group)
+    normaliser = largest + total.log()
+    local = targets - start
+    mine = (local >= 0) & (local < len(weight))
+    picked = logits.gather(1, torch.where(mine, local, 0)[:, None]).squeeze(1)
+    logprobs = _OverRanks.apply(torch.where(mine, picked, 0.0), group) - normaliser
+    if not entropy:
+        return logprobs, None
+    return logprobs, normaliser - _OverRanks.apply((law / total[:, None] * logits).sum(dim=-1), group)
+
+
+class _ToRanks(torch.autograd.Function):
+    """The same on every rank; the gradient is the sum of those of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _sum_over_ranks(gradients[0], ctx.group), None
+
+
+class _OverRanks(torch.autograd.Function):
+    """The sum over ranks; each rank's part gets the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
+        return _sum_over_ranks(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _sum_over_ranks(tensor: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    if group is not None and distributed.get_world_size(group) > 1:
+        distributed.all_reduce(total, group=group)
+    return total

@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megasao.config.errors import ConfigError
+from megasao.config.load import load_with_places
 from megasao.launch.about import about
-from megasao.ops.extension import load_extension
+from megasao.launch.preflight import preflight
+from megasao.ops import backend
+from megasao.ops.extension import Extension, load_extension
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-pthread"]
@@ -95,6 +99,14 @@ def test_cuda_kernels_are_in_the_extension_where_nvcc_is() -> None:
     if os.environ.get("MEGASAO_CUDA") == "0":
         pytest.skip("left out on purpose")
     assert load_extension().cuda.startswith("sm_"), "built before nvcc was there? run `make clean setup`"
+
+
+def test_fused_without_the_operators_is_refused_by_the_check_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, document = load_with_places(ROOT / "configs" / "laptop.yaml", ["ops.backend=fused"])
+    monkeypatch.setattr(backend, "load_extension", lambda: Extension(problem="they were not built (test)"))
+    with pytest.raises(ConfigError, match="ops.backend.*there are no compiled operators: they were not built"):
+        preflight(config, document)
+    preflight(*load_with_places(ROOT / "configs" / "laptop.yaml", ["ops.backend=auto"]))
 
 
 def test_info_says_what_is_compiled_in() -> None:

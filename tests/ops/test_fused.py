@@ -352,6 +352,9 @@ def test_check_refuses_nan_at_actions_and_only_there() -> None:
         case["values"][3] = math.nan
         with pytest.raises(ValueError, match=r"values: NaN at action token 3 \(1 in all\)"):
             gae(**case, gamma=1.0)
+        case["rewards"][[0, 2, 4]] = math.nan
+        with pytest.raises(ValueError, match=r"rewards: NaN at action token 0 \(2 in all\)"):
+            gae(**case, gamma=1.0)
     finally:
         configure(OpsConfig())
     assert torch.isnan(gae(**case, gamma=1.0)[0]).any(), "without the check it goes through"
