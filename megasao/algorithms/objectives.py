@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megasao import ops
 from megasao.config.algorithm import (
     AsympoObjective,
     DisObjective,
@@ -29,7 +30,6 @@ from megasao.config.algorithm import (
     PpoClipObjective,
     SpoObjective,
 )
-from megasao import ops
 from megasao.ops import dis
 from megasao.ops.checks import check_flat, check_same_floats, clamped_denominator
 from megasao.ops.reference import Stats, add_up, ratio_stats
@@ -117,9 +117,7 @@ def objective(options: type[Options]) -> Callable[[LossFunction], LossFunction]:
         def row(inputs: PolicyInputs, options: Any, denominator: Tensor | float) -> tuple[Tensor, Stats]:
             inputs = inputs.clean()
             parts = function(inputs, options)
-            loss, sides = add_up(
-                parts.losses, inputs.advantages, clamped_denominator(denominator, inputs.logprobs)
-            )
+            loss, sides = add_up(parts.losses, inputs.advantages, clamped_denominator(denominator, inputs.logprobs))
             shares = {f"share/{name}": flags.sum(dtype=torch.float64) for name, flags in parts.shares.items()}
             return loss.to(inputs.logprobs.dtype), {**_ratio_stats(inputs), **shares, **sides}
 
@@ -148,16 +146,13 @@ def _inside_band(inputs: PolicyInputs, options: DisObjective) -> Tensor:
 
 
 @row_objective(DisObjective, kept=_inside_band)
-def dis_objective(
-    inputs: PolicyInputs, options: DisObjective, denominator: Tensor | float
-) -> tuple[Tensor, Stats]:
+def dis_objective(inputs: PolicyInputs, options: DisObjective, denominator: Tensor | float) -> tuple[Tensor, Stats]:
     """-f(r) A log p with r = exp(log p - log p_rollout); f(r) = r inside the band, else 0, without gradient.
 
     SAO (arXiv 2607.07508), section on DIS; see ``megasao.ops.dis``. Divide by tokens. ValueError without
     ``rollout_logprobs``.
     """
-    band = {"eps_low": options.eps_low, "eps_high": options.eps_high}
-    return ops.dis_loss(*inputs.against_rollout(), **band, denominator=denominator)
+    return ops.dis_loss(*inputs.against_rollout(), **options.model_dump(exclude={"name"}), denominator=denominator)
 
 
 def _unclipped(inputs: PolicyInputs, options: PpoClipObjective) -> Tensor:
@@ -174,9 +169,7 @@ def ppo_clip_objective(
     comparisons (arXiv 2607.07508, 2606.03070); see ``megasao.ops.ppo``. Divide by tokens. ValueError without
     ``rollout_logprobs``.
     """
-    return ops.ppo_clip_loss(
-        *inputs.against_rollout(), **options.model_dump(exclude={"name"}), denominator=denominator
-    )
+    return ops.ppo_clip_loss(*inputs.against_rollout(), **options.model_dump(exclude={"name"}), denominator=denominator)
 
 
 @objective(GpgObjective)
@@ -190,9 +183,7 @@ def _all(inputs: PolicyInputs, options: ObjectiveOptions) -> None:
 
 
 @row_objective(NaiveObjective, kept=_all)
-def naive_objective(
-    inputs: PolicyInputs, options: NaiveObjective, denominator: Tensor | float
-) -> tuple[Tensor, Stats]:
+def naive_objective(inputs: PolicyInputs, options: NaiveObjective, denominator: Tensor | float) -> tuple[Tensor, Stats]:
     """-A log p / m, m the action tokens of the whole response: (1/G) sum_g A_g S_g when divided by responses.
 
     arXiv 2606.03070, the naive group-relative loss; S_g is the mean token NLL, nats.

@@ -6,6 +6,7 @@ Invariants that the tests assert:
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -54,7 +55,7 @@ def load_extension() -> Extension:
 
 
 def _register() -> None:
-    fakes = {
+    fakes: dict[str, Callable[..., Any]] = {
         "gae": _fake_gae,
         "dis": _fake_policy,
         "ppo_clip": _fake_policy,

@@ -46,7 +46,7 @@ def ppo_clip_loss(
         denominator: number or 0-d tensor, the same on all ranks and micro-batches of a step; clamped at 1e-8.
 
     Returns:
-        (loss, stats) as from ``megasao.ops.dis_loss``, with ``clipped_low``, ``clipped_high``, ``clipped_dual`` in place
+        (loss, stats) as from ``megasao.ops.dis_loss``, with ``clipped_low``, ``clipped_high``, ``clipped_dual`` instead
         of ``masked_low`` and ``masked_high``.
 
     Raises:

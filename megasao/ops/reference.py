@@ -162,9 +162,7 @@ def ppo_clip_loss_reference(
     """-sum(min(r A, clip(r) A)) / denominator, with the dual clip where A < 0, and the sums behind its statistics."""
     log_ratio = torch.where(action_mask, logprobs - rollout_logprobs.detach(), 0.0)
     fixed, weight = log_ratio.detach(), torch.where(action_mask, advantages.detach(), 0.0)
-    low, high, dual = ppo_clipped(
-        fixed, weight, action_mask, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
-    )
+    low, high, dual = ppo_clipped(fixed, weight, action_mask, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip)
     invalid = torch.isnan(fixed)
     free = ~(low | high | dual | invalid)
     ratio = torch.where(free, log_ratio, 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
@@ -187,10 +185,8 @@ def add_up(losses: Tensor, advantages: Tensor, denominator: Tensor | float) -> t
 
 
 @torch.no_grad()
-def response_sums_reference(
-    logprobs: Tensor, advantages: Tensor, action_mask: Tensor, cu_seqlens: Tensor
-) -> Tensor:
-    """float64 [4, B]: of each response's action tokens the sum of -log p, their number, those with A > 0, with A < 0."""
+def response_sums_reference(logprobs: Tensor, advantages: Tensor, action_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """float64 [4, B]: of each response's action tokens the sum of -log p, their number, those with A > 0 and < 0."""
     lengths = cu_seqlens.long().diff()
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     rows = (
@@ -249,7 +245,7 @@ def logprobs_reference(
     entropy: bool,
     group: distributed.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probability of each target, entropy or None) from the logits of all tokens, [T, V / ranks]; ``scale`` [T]."""
+    """(log-probability of each target, entropy or None) from the logits of all tokens, [T, V / ranks]."""
     ranks = 1 if group is None else distributed.get_world_size(group)
     start = len(weight) * distributed.get_rank(group) if ranks > 1 else 0
     logits = (_ToRanks.apply(hidden, group) @ weight.T).to(scale.dtype) * scale[:, None]

@@ -68,7 +68,8 @@ def response_sums(logprobs: Tensor, advantages: Tensor, action_mask: Tensor, cu_
     """
     bounds = _check(logprobs, advantages, action_mask, cu_seqlens)
     run = torch.ops.megasao.response_sums if use_fused(logprobs.device) else response_sums_reference
-    nll, tokens, positive, negative = run(*contiguous(logprobs.detach(), advantages, action_mask), bounds).unbind()
+    flat, others, mask = contiguous(logprobs.detach(), advantages, action_mask)
+    nll, tokens, positive, negative = run(flat, others, mask, bounds).unbind()
     return RowSums(Responses(nll, tokens), positive, negative)
 
 
@@ -87,7 +88,7 @@ def response_loss(
     alpha: float = 1.0,
     denominator: Tensor | float,
 ) -> tuple[Tensor, Stats]:
-    """-sum of w A log p over action tokens, divided by the global denominator (naive, SPO and ASymPO, arXiv 2606.03070).
+    """-sum of w A log p over action tokens, divided by the global denominator (naive, SPO, ASymPO: arXiv 2606.03070).
 
     Args:
         logprobs: [T], float32 or float64, with gradient.
@@ -108,7 +109,8 @@ def response_loss(
     check_flat("weights", weights, length=len(bounds) - 1, dtypes=(torch.float64,), device=logprobs.device)
     if not 0 <= alpha < math.inf:
         raise ValueError(f"alpha: expected a finite number >= 0, got {alpha}")
-    row = [*contiguous(logprobs, advantages, action_mask), bounds]
+    flat, others, mask = contiguous(logprobs, advantages, action_mask)
+    row = flat, others, mask, bounds
     if use_fused(logprobs.device):
         weights = weights.detach().contiguous()
         loss, _, sides = torch.ops.megasao.response_loss(*row, weights, as_divisor(denominator, logprobs), alpha)

@@ -61,8 +61,12 @@ def test_cuda_kernels_build_for_sm_90_without_spills(tmp_path: Path) -> None:
         for kernel, types, arguments in (
             ("gae_kernel", t, f"megasao::GaeProblem<{t}>, megasao::GaeScratch"),
             *(
-                ("policy_kernel", f"{t}, megasao::{rule}<{t}>", f"megasao::PolicyProblem<{t}>, megasao::{rule}<{t}>, {S}")
-                for rule in ("DisRule", "PpoRule")
+                (
+                    "policy_kernel",
+                    f"{t}, megasao::{rule}<{t}>",
+                    f"megasao::PolicyProblem<{t}>, megasao::{rule}<{t}>, {S}",
+                )
+                for rule in ("megasao::DisRule", "megasao::PpoRule")
             ),
             ("response_sums_kernel", t, f"megasao::ResponseProblem<{t}>, double*, {S}"),
             ("response_loss_kernel", t, f"megasao::ResponseProblem<{t}>, megasao::ResponseLosses<{t}>, {S}"),
@@ -104,7 +108,7 @@ def test_cuda_kernels_are_in_the_extension_where_nvcc_is() -> None:
 def test_fused_without_the_operators_is_refused_by_the_check_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     config, document = load_with_places(ROOT / "configs" / "laptop.yaml", ["ops.backend=fused"])
     monkeypatch.setattr(backend, "load_extension", lambda: Extension(problem="they were not built (test)"))
-    with pytest.raises(ConfigError, match="ops.backend.*there are no compiled operators: they were not built"):
+    with pytest.raises(ConfigError, match=r"ops\.backend.*there are no compiled operators: they were not built"):
         preflight(config, document)
     preflight(*load_with_places(ROOT / "configs" / "laptop.yaml", ["ops.backend=auto"]))
 
