@@ -118,7 +118,10 @@ def objective(options: type[Options]) -> Callable[[LossFunction], LossFunction]:
             inputs = inputs.clean()
             parts = function(inputs, options)
             loss, sides = add_up(parts.losses, inputs.advantages, clamped_denominator(denominator, inputs.logprobs))
-            shares = {f"share/{name}": flags.sum(dtype=torch.float64) for name, flags in parts.shares.items()}
+            shares = {
+                f"share/{name}": (inputs.action_mask & flags).sum(dtype=torch.float64)
+                for name, flags in parts.shares.items()
+            }
             return loss.to(inputs.logprobs.dtype), {**_ratio_stats(inputs), **shares, **sides}
 
         _FUNCTIONS[options] = row, lambda inputs, options: function(inputs.clean(), options).kept
@@ -249,7 +252,7 @@ class Objective:
         """bool [T]: the action tokens that may carry gradient."""
         inputs.check()
         kept = _FUNCTIONS[type(self.options)][1](inputs, self.options)
-        return inputs.action_mask if kept is None else kept
+        return inputs.action_mask if kept is None else inputs.action_mask & kept
 
     def summarize(self, stats: Stats) -> dict[str, float | None]:
         """Metrics of the whole step from its combined statistics; None where there is nothing to average."""

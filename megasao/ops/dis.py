@@ -97,8 +97,7 @@ def summarize(stats: Stats) -> dict[str, float | None]:
     None where there is no token.
 
     ``masked_low``, ``masked_high``, ``invalid``, ``clipped_*`` are shares of the action tokens; ``ratio_mean``,
-    ``ratio_max``,
-    ``log_ratio_abs_mean``, ``kl_k3`` = mean(r - 1 - log r) in nats, an estimate of KL(rollout || policy);
+    ``ratio_max``, ``log_ratio_abs_mean``; ``kl_k3`` = mean(r - 1 - log r) in nats estimates KL(rollout || policy);
     ``ess`` = (sum r)^2 / (sum r^2) / n in (0, 1].
     """
     sums = {name: float(value) for name, value in stats.items()}

@@ -261,7 +261,7 @@ def logprobs_reference(
     logprobs = _OverRanks.apply(torch.where(mine, picked, 0.0), group) - normaliser
     if not entropy:
         return logprobs, None
-    return logprobs, normaliser - _OverRanks.apply((law / total[:, None] * logits).sum(dim=-1), group)
+    return logprobs, normaliser - _OverRanks.apply((law * logits).sum(dim=-1), group) / total
 
 
 class _ToRanks(torch.autograd.Function):

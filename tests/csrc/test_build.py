@@ -66,7 +66,7 @@ def test_cuda_kernels_build_for_sm_90_without_spills(tmp_path: Path) -> None:
                     f"{t}, megasao::{rule}<{t}>",
                     f"megasao::PolicyProblem<{t}>, megasao::{rule}<{t}>, {S}",
                 )
-                for rule in ("megasao::DisRule", "megasao::PpoRule")
+                for rule in ("DisRule", "PpoRule")
             ),
             ("response_sums_kernel", t, f"megasao::ResponseProblem<{t}>, double*, {S}"),
             ("response_loss_kernel", t, f"megasao::ResponseProblem<{t}>, megasao::ResponseLosses<{t}>, {S}"),
