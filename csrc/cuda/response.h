@@ -82,7 +82,9 @@ __global__ void __launch_bounds__(kThreads) response_loss_kernel(ResponseProblem
       if (!(mask >> k & 1)) continue;
       const double advantage = advantages[k];
       const double weight = (advantage < 0 ? losses.alpha * advantage : advantage) * scale;
-      sides[advantage < 0] += weight * double(logprobs[k]);
+      const double loss = weight * double(logprobs[k]);
+      sides[0] += advantage < 0 ? 0 : loss;
+      sides[1] += advantage < 0 ? loss : 0;
       coefficient[k] = T(weight);
     }
     if (inside == 0xff) {

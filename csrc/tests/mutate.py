@@ -88,7 +88,7 @@ MUTATIONS = [
     Mutation("cuda/response.h", "scratch.partials + sequence * problem.parts", "scratch.partials + sequence"),
     Mutation("cuda/response.h", "own[kAbove] += advantages[k] > T(0)", "own[kAbove] += advantages[k] >= T(0)"),
     Mutation("cuda/response.h", "advantage < 0 ? losses.alpha * advantage", "advantage < 0 ? advantage"),
-    Mutation("cuda/response.h", "sides[advantage < 0]", "sides[advantage > 0]"),
+    Mutation("cuda/response.h", "sides[0] += advantage < 0 ? 0 : loss", "sides[0] += loss"),
     Mutation("cuda/response.h", "if (inside == 0xff) {", "if (true) {"),
     Mutation("cuda/gae.h", "__threadfence();\n      scratch.state[tile] = whole", "scratch.state[tile] = whole", WEAK),
     Mutation("cuda/gae.h", "    __threadfence();\n    Affine map", "    Affine map", WEAK),
