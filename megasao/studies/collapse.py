@@ -65,7 +65,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 COLLAPSE = Study(
     name="collapse",
     arms=COLLAPSE_ARMS,
-    model={"hidden": 64, "layers": 2, "experts": 0, "moe_hidden": 0},
+    model={"hidden": 128, "layers": 2, "experts": 0, "moe_hidden": 0},
     numbers=numbers,
     draw=draw,
     quick=(

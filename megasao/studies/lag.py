@@ -54,7 +54,7 @@ STALENESS = Study(
         for objective, changes in OBJECTIVES.items()
         for bound in BOUNDS[objective]
     ),
-    model={"hidden": 64, "layers": 2, "experts": 0, "moe_hidden": 0},
+    model={"hidden": 128, "layers": 2, "experts": 0, "moe_hidden": 0},
     numbers=numbers,
     draw=draw,
     quick=(
