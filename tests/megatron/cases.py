@@ -3,6 +3,8 @@
 Tensors go to files: rank 0 writes ``payload["out"]`` with safetensors.
 """
 
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megasao.config import Config
+from megasao.config.model import ParallelConfig
 from megasao.megatron import runtime
 from megasao.megatron.bridge import export_hf, export_tensors, load_hf, save_hf
 from megasao.megatron.checkpoint import load_model, save_model
@@ -217,6 +220,18 @@ def layout_errors(payload: Payload) -> Any:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def threads_over_layouts(payload: Payload) -> Any:
+    """Threads of this process after each of a few layouts, made and cleared."""
+    found = []
+    for layout in payload["layouts"]:
+        runtime.set_layout(ParallelConfig(**layout), seed=1)
+        runtime.clear_layout()
+        gc.collect()
+        torch.distributed.barrier()
+        found.append(len(os.listdir("/proc/self/task")))
+    return found
 
 
 def fail_on(payload: Payload) -> Any:
