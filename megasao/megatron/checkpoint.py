@@ -14,21 +14,19 @@ The caller makes the directory appear atomically together with everything else t
 
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 
 from megasao.megatron.bridge.export import local_hf_tensors, sync
-from megasao.megatron.bridge.load import TensorFiles, assign
+from megasao.megatron.bridge.load import TensorFiles, check_shape
 from megasao.megatron.bridge.local import LocalParameter, local_parameters
 from megasao.megatron.bridge.parts import merge
 from megasao.megatron.models import MegatronModel
 from megasao.megatron.optimizer import MOMENTS, Optimizer
-from megasao.megatron.runtime import compute_device
+from megasao.megatron.runtime import gather_counts
 
 FORMAT = "megasao-model-1"
 
@@ -44,7 +42,7 @@ def save_model(model: MegatronModel, optimizer: Optimizer, directory: Path) -> N
     if tensors:
         save_file(tensors, part)
         sync(part)
-    writers, updates = _gather(bool(tensors)), max(_gather(optimizer.updates()))
+    writers, updates = gather_counts(bool(tensors)), max(gather_counts(optimizer.updates()))
     if distributed.get_rank() == 0:
         parts = [_part_name(rank) for rank, wrote in enumerate(writers) if wrote]
         manifest = {"format": FORMAT, "role": model.role, "updates": updates, "parts": parts}
@@ -65,11 +63,10 @@ def load_model(model: MegatronModel, optimizer: Optimizer, directory: Path) -> N
     with TensorFiles(directory / name for name in manifest["parts"]) as files:
         for local in local_parameters(model):
             weight = _read(files, "weight", local, model, directory)
-            assign(optimizer.main(local.parameter), weight, local.rule)
-            assign(local.parameter, weight, local.rule)
-            if manifest["updates"] and local.parameter.requires_grad:
-                moments = {name: _read(files, name, local, model, directory) for name in MOMENTS}
-                optimizer.restore(local.parameter, moments, manifest["updates"])
+            check_shape(local.parameter, weight, local.rule)
+            trained = manifest["updates"] and local.parameter.requires_grad
+            moments = {name: _read(files, name, local, model, directory) for name in MOMENTS if trained}
+            optimizer.restore(local.parameter, weight, moments, manifest["updates"])
 
 
 def _local_tensors(model: MegatronModel, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -77,14 +74,10 @@ def _local_tensors(model: MegatronModel, optimizer: Optimizer) -> Iterator[tuple
         "weight": lambda local: optimizer.main(local.parameter)
     }
     for moment in MOMENTS:
-        kinds[moment] = partial(_moment, optimizer, moment)
+        kinds[moment] = lambda local, moment=moment: optimizer.moment(local.parameter, moment)  # type: ignore[misc]
     for kind, of in kinds.items():
         for name, tensor in local_hf_tensors(model, of):
             yield f"{kind}:{name}", tensor.cpu().clone()
-
-
-def _moment(optimizer: Optimizer, name: str, local: LocalParameter) -> Tensor | None:
-    return optimizer.moments(local.parameter).get(name)
 
 
 def _read(files: TensorFiles, kind: str, local: LocalParameter, model: MegatronModel, directory: Path) -> Tensor:
@@ -113,11 +106,3 @@ def _read_manifest(directory: Path, model: MegatronModel) -> dict[str, Any]:
 
 def _part_name(rank: int) -> str:
     return f"part-{rank:05d}.safetensors"
-
-
-def _gather(value: int) -> list[int]:
-    """Each rank's value, on every rank."""
-    mine = torch.tensor([value], dtype=torch.int64, device=compute_device())
-    values = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(values, mine)
-    return [int(each) for each in values]

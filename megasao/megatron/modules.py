@@ -18,6 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
+from megasao.megatron.context import context_attention
+
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension, usable under sequence parallelism (the stock one is not)."""
@@ -95,6 +97,8 @@ class PackedAttention(MegatronModule):
         """``query`` [T, heads, d], ``key`` and ``value`` [T, groups, d] -> [T, heads * d]."""
         assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", "rows are always packed"
         assert attention_mask is None and attention_bias is None
+        if self.config.context_parallel_size > 1:
+            return context_attention(query, key, value, packed_seq_params.cu_seqlens_q, self.scale).flatten(1)
         length = packed_seq_params.max_seqlen_q
         slot_to_token, token_to_slot = padding_indices(packed_seq_params.cu_seqlens_q, length, query.shape[0])
 

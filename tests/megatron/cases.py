@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megasao.config import Config
-from megasao.megatron import runtime
+from megasao.megatron import context, runtime
 from megasao.megatron.bridge import export_hf, export_tensors, load_hf, save_hf
 from megasao.megatron.checkpoint import load_model, save_model
 from megasao.megatron.models import MegatronModel, build_model
@@ -158,6 +158,7 @@ def idle_rank(payload: Payload) -> Any:
 def split_gradients(payload: Payload) -> Any:
     """Gradients of one sum over all sequences, cut into rows of ``sequences_per_row``, dealt to data-parallel ranks."""
     config, topology = _start(payload)
+    context.TILE = payload.get("tile", 1024)
     model = build_model("actor", Path(payload["path"]), config)
     build_optimizer(model, config.actor.optimizer).zero_grad()
     sequences, size = payload["sequences"], payload["sequences_per_row"]
@@ -272,7 +273,7 @@ def _train_step(
     optimizer.zero_grad()
     stats = forward_backward(model, [row for _, row in numbered], lambda index, values: losses[index](index, values))
     if step == 0:
-        _write(payload, "gradients", export_tensors(model, _gradient))
+        _write(payload, "gradients", export_tensors(model, lambda local: optimizer.gradient(local.parameter)))
     total = topology.all_reduce_data(torch.stack([row["loss"] for row in stats]).sum())
     return total.item(), optimizer.step(1e-3)
 
@@ -285,7 +286,7 @@ def _whole_state(model: MegatronModel, optimizer: Optimizer) -> dict[str, Tensor
     """Weights (those that Adam updates) and Adam's state, whole, on rank 0."""
     whole = {f"weight:{name}": tensor for name, tensor in export_tensors(model, _main(optimizer)).items()}
     for moment in MOMENTS:
-        tensors = export_tensors(model, lambda local, moment=moment: optimizer.moments(local.parameter).get(moment))
+        tensors = export_tensors(model, lambda local, moment=moment: optimizer.moment(local.parameter, moment))
         whole.update({f"{moment}:{name}": tensor for name, tensor in tensors.items()})
     if torch.distributed.get_rank() == 0:
         whole["updates"] = torch.tensor(optimizer.updates())

@@ -1,6 +1,8 @@
 """What test worlds run for the training step: JSON payload in, JSON out; tensors go to ``payload["out"]``."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ from safetensors.torch import save_file
 
 from megasao.config import Config
 from megasao.config.load import load_config
-from megasao.megatron import runtime
+from megasao.megatron import context, runtime
 from megasao.megatron.bridge import export_hf, export_tensors
 from megasao.megatron.checkpoint import load_model, save_model
 from megasao.megatron.models import MegatronModel
-from megasao.megatron.optimizer import build_optimizer
+from megasao.megatron.optimizer import Optimizer, build_optimizer
+from megasao.megatron.runtime import Topology
 from megasao.training.actor import Actor
 from megasao.training.batch import Batch, pack_trajectories
 from megasao.training.critic import Critic
@@ -64,15 +67,41 @@ def grouped(rows: list[Trajectory], size: int) -> list[Trajectory]:
 
 
 def sao_steps(payload: Payload) -> Any:
-    """Whole SAO steps under a layout: metrics of each; weights at the end and gradients of the last to files.
+    """Whole SAO steps under a layout: metrics of each; weights at the end and gradients of the first to files.
 
-    ``mutation`` = "local_denominator" divides by the rank's own action tokens, the mistake that the layouts must show.
+    ``mutation`` is a mistake that must show: "local_denominator" divides by the rank's own action tokens; "batched_p2p"
+    lets pipeline stages send as Megatron does by default; "unsummed_context" takes gradients of gathered keys for
+    complete; "ungathered_weights" goes on with weights of which other ranks have updated their part.
     """
     config = sao_config(payload)
     topology = runtime.set_layout(config.parallel, seed=1)
     actor = Actor.build(Path(payload["path"]), config, topology)
     critic = Critic.build(Path(payload["path"]), config, topology) if config.critic is not None else None
     estimator = Estimator(config.algorithm, topology.all_reduce_data)
+    with _mistake(payload.get("mutation"), actor):
+        return _run_steps(payload, config, topology, actor, critic, estimator)
+
+
+@contextmanager
+def _mistake(name: str | None, actor: Actor) -> Iterator[None]:
+    """Do something wrong, on purpose, inside the block."""
+    gather = context.gather_tokens
+    if name == "batched_p2p":
+        actor.model.transformer_config.overlap_p2p_comm = False
+        actor.model.transformer_config.batch_p2p_comm = True
+    if name == "unsummed_context":
+        context.gather_tokens = lambda part, order: context.gather_outputs(part.movedim(0, -1), order).movedim(-1, 0)
+    if name == "ungathered_weights":
+        for chunk in actor.model.chunks:
+            chunk.disable_forward_pre_hook()
+    yield
+    context.gather_tokens = gather
+
+
+def _run_steps(
+    payload: Payload, config: Config, topology: Topology, actor: Actor, critic: Critic | None, estimator: Estimator
+) -> Any:
+    roles = {"actor": actor} | ({"critic": critic} if critic is not None else {})
     metrics = []
     for step in range(payload["steps"]):
         batch = pack_trajectories(
@@ -85,10 +114,10 @@ def sao_steps(payload: Payload) -> Any:
             batch = _local_denominator(batch)
         result = sao_step(actor, critic, estimator, batch, step=step, config=config)
         metrics.append({name: value for name, value in result.metrics.items() if not name.startswith("time/")})
-    models = {"actor": actor.model} | ({"critic": critic.model} if critic is not None else {})
-    for role, model in models.items():
-        _write(payload, f"{role}-weights", export_hf(model))
-        _write(payload, f"{role}-gradients", _gradients(model))
+        for name, role in roles.items() if step == 0 else ():
+            _write(payload, f"{name}-gradients", _gradients(role.model, role.optimizer))
+    for name, role in roles.items():
+        _write(payload, f"{name}-weights", export_hf(role.model))
     return metrics
 
 
@@ -97,8 +126,8 @@ def _local_denominator(batch: Batch) -> Batch:
     return replace(batch, action_tokens=local)
 
 
-def _gradients(model: MegatronModel) -> dict[str, torch.Tensor]:
-    return export_tensors(model, lambda local: local.parameter.main_grad if local.parameter.requires_grad else None)
+def _gradients(model: MegatronModel, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    return export_tensors(model, lambda local: optimizer.gradient(local.parameter))
 
 
 def _write(payload: Payload, name: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -107,13 +136,16 @@ def _write(payload: Payload, name: str, tensors: dict[str, torch.Tensor]) -> Non
 
 
 def sao_config(payload: Payload) -> Config:
-    """Both roles train from the first step; ``settings`` override sections of the config."""
+    """Both roles train from the first step; ``settings`` override sections of the config.
+
+    Adam's eps is large: with the usual one, elements whose gradient is rounding noise move by that noise's sign.
+    """
     config = {
         "run": {"name": "test"},
         "model": {"path": payload["path"]},
         "algorithm": {"objective": {"name": "dis", "eps_low": 0.8, "eps_high": 3.0}},
-        "actor": {"optimizer": {"lr": 1e-3}},
-        "critic": {"optimizer": {"lr": 2e-3}, "warmup_steps": 0, "head_bias": 0.5},
+        "actor": {"optimizer": {"lr": 1e-3, "eps": 1e-4}},
+        "critic": {"optimizer": {"lr": 2e-3, "eps": 1e-4}, "warmup_steps": 0, "head_bias": 0.5},
         "loop": {"steps": 100, "batch_size": 13},
         "parallel": {"ranks": 1},
     }
