@@ -75,6 +75,11 @@ class TrainerConfig(Section):
     """How a step is cut into packed rows."""
 
     token_budget: int = Field(8192, ge=16, description="Most tokens in one packed micro-batch row.")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="What the backward pass computes again instead of keeping it: full is every layer from its input, "
+        "selective the parts named in megatron.model.recompute_modules (attention by default).",
+    )
 
 
 class CheckpointConfig(Section):

@@ -37,6 +37,7 @@ from megasao.config import Config
 from megasao.config.architecture import expert_count, is_moe_layer, read_hf_config, rope_theta
 from megasao.config.model import ModelConfig, ParallelConfig
 from megasao.megatron.modules import HiddenOutput, PackedAttention, RMSNorm, ValueHead
+from megasao.megatron.options import passed_on
 from megasao.megatron.runtime import compute_device
 
 Role = Literal["actor", "critic"]
@@ -100,7 +101,7 @@ def build_model(role: Role, path: Path, config: Config, *, load: bool = True, fr
     from megasao.megatron.bridge import load_hf
 
     hf_config = read_hf_config(path)
-    transformer_config = make_transformer_config(hf_config, config.model, config.parallel)
+    transformer_config = make_transformer_config(hf_config, config.model, config.parallel, passed_on("model", config))
     stages = range(config.parallel.virtual_pipeline) if config.parallel.virtual_pipeline > 1 else [None]
     chunks = [_build_gpt(role, hf_config, transformer_config, config, stage) for stage in stages]
     for gpt in chunks:
@@ -108,8 +109,11 @@ def build_model(role: Role, path: Path, config: Config, *, load: bool = True, fr
             freeze_all_but_ffn_and_head(gpt)
         if frozen:
             gpt.requires_grad_(False)
+    # Nothing of a frozen model is reduced or gathered.
     parallel = config.parallel.model_copy(update={"overlap": config.parallel.overlap and not frozen})
-    model = MegatronModel(role, _wrap(chunks, transformer_config, parallel), transformer_config, hf_config)
+    model = MegatronModel(
+        role, _wrap(chunks, transformer_config, parallel, passed_on("gradients", config)), transformer_config, hf_config
+    )
     if load:
         load_hf(model, path)
     return model
@@ -122,9 +126,12 @@ def freeze_all_but_ffn_and_head(module: torch.nn.Module) -> None:
 
 
 def make_transformer_config(
-    hf_config: dict[str, Any], model: ModelConfig, parallel: ParallelConfig
+    hf_config: dict[str, Any],
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    options: dict[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Megatron's configuration of a qwen3 / qwen3_moe checkpoint under a layout."""
+    """Megatron's configuration of a qwen3 / qwen3_moe checkpoint under a layout; ``options`` go on to Megatron."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
     heads = hf_config["num_attention_heads"]
     _divisible(hf_config["num_key_value_heads"], "num_key_value_heads", parallel.tensor, "parallel.tensor")
@@ -146,7 +153,7 @@ def make_transformer_config(
         hidden_dropout=0.0,
         **_moe_settings(hf_config, parallel),
         **_parallel_settings(parallel, dtype),
-        **_kernel_settings(),
+        **{**_kernel_settings(), **(options or {})},
     )
 
 
@@ -292,9 +299,11 @@ def _build_gpt(
     return gpt
 
 
-def _wrap(chunks: list[GPTModel], config: TransformerConfig, parallel: ParallelConfig) -> list[DistributedDataParallel]:
+def _wrap(
+    chunks: list[GPTModel], config: TransformerConfig, parallel: ParallelConfig, options: dict[str, Any]
+) -> list[DistributedDataParallel]:
     """Gradient buffers and their reduction; the schedules learn how to hold it back until the last micro-batch."""
-    wrapped = [_wrap_chunk(gpt, config, parallel, number) for number, gpt in enumerate(chunks)]
+    wrapped = [_wrap_chunk(gpt, config, parallel, options, number) for number, gpt in enumerate(chunks)]
     no_sync = [chunk.no_sync for chunk in wrapped]
     config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     config.finalize_model_grads_func = _finalize_without_scaling
@@ -302,7 +311,7 @@ def _wrap(chunks: list[GPTModel], config: TransformerConfig, parallel: ParallelC
 
 
 def _wrap_chunk(
-    gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, number: int
+    gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, options: dict[str, Any], number: int
 ) -> DistributedDataParallel:
     gpt.to(compute_device())
     return DistributedDataParallel(
@@ -312,6 +321,7 @@ def _wrap_chunk(
             use_distributed_optimizer=parallel.distributed_optimizer,
             overlap_grad_reduce=parallel.overlap,
             overlap_param_gather=parallel.overlap and parallel.distributed_optimizer,
+            **options,
         ),
         module=Float16Module(config, gpt) if config.bf16 else gpt,
         # Only the first chunk's communication has anything to hide behind.

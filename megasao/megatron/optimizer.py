@@ -199,8 +199,8 @@ def _sliced_place(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> 
     return _Place(part.optimizer, main, slice(own.start, own.end), part.data_parallel_group)
 
 
-def build_optimizer(model: MegatronModel, config: OptimizerConfig) -> Optimizer:
-    """Adam for the model's trainable parameters. Collective.
+def build_optimizer(model: MegatronModel, config: OptimizerConfig, options: dict[str, Any] | None = None) -> Optimizer:
+    """Adam for the model's trainable parameters; ``options`` go on to Megatron. Collective.
 
     Biases and vectors are exempt from weight decay, as is Megatron's custom.
     """
@@ -218,6 +218,7 @@ def build_optimizer(model: MegatronModel, config: OptimizerConfig) -> Optimizer:
             params_dtype=transformer.params_dtype,
             use_distributed_optimizer=model.chunks[0].ddp_config.use_distributed_optimizer,
             overlap_param_gather=model.chunks[0].ddp_config.overlap_param_gather,
+            **(options or {}),
         ),
         model.chunks,
         use_gloo_process_groups=False,

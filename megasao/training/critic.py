@@ -15,6 +15,7 @@ from megasao.algorithms.value_loss import summarize, value_loss
 from megasao.config import Config
 from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.optimizer import Optimizer, build_optimizer
+from megasao.megatron.options import passed_on
 from megasao.megatron.runtime import Topology
 from megasao.megatron.step import forward_backward, forward_only
 from megasao.ops.reference import Stats
@@ -36,7 +37,12 @@ class Critic:
     def build(cls, path: Path, config: Config, topology: Topology) -> "Critic":
         """The policy of ``path`` with its output layer replaced by a value head."""
         model = build_model("critic", path, config)
-        return cls(model, build_optimizer(model, config.value_model.optimizer), topology, config)
+        return cls(
+            model,
+            build_optimizer(model, config.value_model.optimizer, passed_on("optimizer", config)),
+            topology,
+            config,
+        )
 
     def values(self, batch: Batch) -> list[torch.Tensor]:
         """float32 [T] per row: V of the tokens before each token."""
