@@ -87,6 +87,10 @@ class CheckpointConfig(Section):
 
     every: int = Field(50, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep: int = Field(2, ge=1, description="Newest complete checkpoints that are kept.")
+    asynchronous: bool = Field(
+        False, description="Write while training goes on: it waits only for a copy of the state in host memory."
+    )
+    timeout_s: float = Field(1800.0, gt=0, description="Longest wait for a checkpoint to be written.")
 
 
 class SftConfig(Section):

@@ -1,8 +1,9 @@
 """What test worlds run for the training step: JSON payload in, JSON out; tensors go to ``payload["out"]``."""
 
 import random
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from safetensors.torch import save_file
 
 from megasao.config import Config
 from megasao.config.load import load_config
+from megasao.config.rundir import RunDirectory
 from megasao.megatron import context, runtime
 from megasao.megatron.bridge import export_hf, export_tensors
-from megasao.megatron.checkpoint import load_model, save_model
+from megasao.megatron.checkpoint import ModelSnapshot, load_model, save_model
 from megasao.megatron.models import MegatronModel
 from megasao.megatron.optimizer import Optimizer, build_optimizer
 from megasao.megatron.runtime import Topology
+from megasao.training import checkpoint
 from megasao.training.actor import Actor
 from megasao.training.batch import Batch, pack_trajectories
 from megasao.training.critic import Critic
@@ -174,6 +177,62 @@ def optimizer_after_pushes(payload: Payload) -> Any:
         load_model(actor.model, actor.optimizer, directory)
     _write(payload, "actor-weights", export_hf(actor.model))
     return actor.optimizer.updates()
+
+
+@contextmanager
+def _full_disk() -> Iterator[None]:
+    """No part of a model can be written."""
+    write = ModelSnapshot.write
+
+    def fail(self: ModelSnapshot, directory: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    ModelSnapshot.write = fail  # type: ignore[method-assign]
+    yield
+    time.sleep(0.2)  # the writer is a thread
+    ModelSnapshot.write = write  # type: ignore[method-assign]
+
+
+def train_and_save(payload: Payload) -> Any:
+    """Go on from the run's latest checkpoint to ``until`` steps, and save; metrics of the steps, messages, the step.
+
+    With ``more`` the checkpoint is begun ``more`` steps before the end, and completed at the end. ``damage`` makes
+    writing fail on that rank.
+    """
+    config = sao_config(payload)
+    topology = runtime.set_layout(config.parallel, seed=1)
+    run = RunDirectory(Path(payload["run"]))
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    actor = Actor.build(Path(payload["path"]), config, topology)
+    critic = Critic.build(Path(payload["path"]), config, topology)
+    estimator = Estimator(config.algorithm, topology.all_reduce_data)
+    messages: list[str] = []
+    try:
+        progress = checkpoint.restore(run, actor, critic, estimator, topology, messages.append)
+    except ValueError as error:
+        return {"refused": str(error)}
+    metrics, pending = [], None
+    for step in range(progress.step, payload["until"] + payload.get("more", 0)):
+        batch = pack_trajectories(
+            trajectories(step), data_rank=topology.data_rank, data_size=topology.data_size, token_budget=128
+        )
+        metrics.append(sao_step(actor, critic, estimator, batch, step=step, config=config).metrics["actor/loss"])
+        if step + 1 == payload["until"]:
+            progress = replace(progress, step=step + 1)
+            state = {"step": step + 1} if topology.rank == 0 else None
+            with _full_disk() if payload.get("damage") == topology.rank else nullcontext():
+                pending = checkpoint.begin(run, progress, actor, critic, estimator, topology, controller_state=state)
+    try:
+        while pending is not None and not pending.written():
+            time.sleep(0.01)
+    except RuntimeError as error:
+        return {"failed": str(error)}
+    if pending is not None:
+        pending.complete(keep=2)
+    if "out" in payload:
+        _write(payload, "actor-weights", export_hf(actor.model))
+        _write(payload, "critic-weights", export_hf(critic.model))
+    return {"losses": metrics, "messages": messages, "step": progress.step, "rng": torch.get_rng_state().sum().item()}
 
 
 def preset_steps(payload: Payload) -> Any:
