@@ -56,3 +56,23 @@ def test_tiles_of_queries_change_nothing(checkpoint: Path, tmp_path: Path, tile:
     largest = max(tensor.abs().max().item() for tensor in gradients[0].values())
     for name, expected in gradients[0].items():
         assert (gradients[1][name] - expected).abs().max() < 2e-6 * largest, name
+
+
+def test_sequences_of_similar_length_stand_together() -> None:
+    from megasao.megatron.modules import by_length
+
+    order, groups = by_length(torch.tensor([0, 2, 8, 8, 13, 14], dtype=torch.int32))
+    assert groups == [[6, 5], [2], [1]]
+    assert order.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 0, 1, 13]
+
+
+def test_padding_is_bounded_whatever_the_lengths() -> None:
+    from megasao.megatron.modules import by_length
+
+    lengths = [4000, *range(1, 200), 0, 17]
+    order, groups = by_length(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
+    assert sorted(order.tolist()) == list(range(sum(lengths)))
+    assert sorted(length for group in groups for length in group) == sorted(length for length in lengths if length)
+    padded = sum(len(group) * group[0] for group in groups)
+    assert padded <= 1.5 * sum(lengths)
+    assert padded < 0.01 * len(lengths) * max(lengths)
