@@ -48,6 +48,7 @@ class Stage(StrEnum):
     """What a trainer rank does."""
 
     sft = "sft"
+    value = "value"
     rl = "rl"
 
 
@@ -73,17 +74,27 @@ def check(
 
 @app.command()
 def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
-    """Train on this machine: fine-tune first if the config says so, then reinforcement learning.
+    """Train on this machine: fine-tuning and value pretraining if the config says so, then reinforcement learning.
 
     The algorithm is SAO unless the config names another: `megasao train CONFIG configs/algorithms/grpo.yaml`.
     """
-    _launch(config_file, overrides, resume=resume, only_sft=False)
+    _launch(config_file, overrides, resume=resume, last=Stage.rl)
 
 
 @app.command()
 def sft(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
     """Only the fine-tuning stage; `train --resume` goes on from its result."""
-    _launch(config_file, overrides, resume=resume, only_sft=True)
+    _launch(config_file, overrides, resume=resume, last=Stage.sft)
+
+
+@app.command("pretrain-value")
+def pretrain_value(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
+    """Only the stages before RL: the critic learns the returns of trajectories in Arrow files.
+
+    They are named in the section value_pretraining. Another run starts from the result with critic.path;
+    `train --resume` goes on with this one.
+    """
+    _launch(config_file, overrides, resume=resume, last=Stage.value)
 
 
 @app.command()
@@ -110,6 +121,26 @@ def info() -> None:
 
 
 @app.command()
+def study(
+    name: Annotated[str, typer.Argument(help="collapse, ablation, online or staleness; or all.")],
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each arm; default 5, with --quick 1.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Very short runs, to see whether it works.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes, one core each; default: all cores.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the page goes; default docs/studies, with --quick build/quick."),
+    ] = None,
+) -> None:
+    """Run a study (the arms of configs/studies/NAME.yaml, seed by seed): a table, every run's numbers, and a figure.
+
+    What is finished is kept in build/studies, so an interrupted study goes on where it was.
+    """
+    from megasao.studies.command import run_studies
+
+    run_studies(name, seeds=seeds or (1 if quick else 5), quick=quick, jobs=jobs, out=out, say=typer.echo)
+
+
+@app.command()
 def controller(run: RunPath) -> None:
     """Role: the controller of a run (started by the launcher)."""
     from megasao.controller.main import run as run_controller
@@ -131,13 +162,19 @@ def rollout(
 
 
 @app.command()
-def trainer(run: RunPath, stage: Annotated[Stage, typer.Option(help="Fine-tuning or RL.")] = Stage.rl) -> None:
+def trainer(
+    run: RunPath, stage: Annotated[Stage, typer.Option(help="Fine-tuning, value pretraining or RL.")] = Stage.rl
+) -> None:
     """Role: one trainer rank (started by the launcher, torchrun or srun; the world is in the environment)."""
     directory, config = _begin_role(run)
     if stage is Stage.sft:
         from megasao.training.sft import run as run_sft
 
         run_sft(directory, config)
+    elif stage is Stage.value:
+        from megasao.training.pretrain_value import run as run_pretrain_value
+
+        run_pretrain_value(directory, config)
     else:
         from megasao.training.main import run as run_trainer
 
@@ -173,30 +210,49 @@ def _begin_role(path: Path) -> "tuple[RunDirectory, Config]":
     return _open_run(path)
 
 
-def _launch(config_file: Path, overrides: list[str] | None, *, resume: bool, only_sft: bool) -> None:
+def _launch(config_file: Path, overrides: list[str] | None, *, resume: bool, last: Stage) -> None:
     from megasao.launch.local import launch
     from megasao.launch.supervisor import RoleFailed
 
     config, model_there = _load_checked(config_file, overrides)
     if not model_there:
         raise UserError(f"model.path = {config.model.path} has no config.json: not a Hugging Face checkpoint directory")
-    if only_sft and config.sft is None:
+    if last is Stage.sft and config.sft is None:
         raise UserError(f"{config_file} has no section sft, so there is nothing to fine-tune")
+    if last is Stage.value and config.value_pretraining is None:
+        raise UserError(
+            f"{config_file} has no section value_pretraining, so there is nothing to pretrain on; add "
+            "configs/stages/value_pretraining.yaml and value_pretraining.trajectories=[runs/EARLIER]"
+        )
     again = shlex.join(["megasao", "train", str(config_file), *(overrides or []), "--resume"])
     try:
-        outcome, directory = launch(config, resume=resume, only_sft=only_sft)
+        outcome, directory = launch(config, resume=resume, last=last.value)
     except RoleFailed as failure:
         _complain(f"{failure}\nOnce the cause is mended, continue with: {again}")
         raise typer.Exit(RUN_FAILED) from None
     if outcome == "interrupted":
         _complain(f"interrupted; everything is stopped. Continue with: {again}")
         raise typer.Exit(INTERRUPTED)
-    if only_sft:
+    if last is Stage.sft:
         typer.echo(f"fine-tuned checkpoint: {directory.sft}\ncontinue with: {again}")
+        return
+    if last is Stage.value:
+        typer.echo(f"{_value_result(directory)}\nvalue model: {directory.value}\ncontinue with: {again}")
         return
     from megasao.observability.report import write_report
 
     typer.echo(f"policy: {directory.final_policy}\nreport: {write_report(directory)}")
+
+
+def _value_result(directory: "RunDirectory") -> str:
+    """What value pretraining came to."""
+    from megasao.observability.formats import count, number
+    from megasao.observability.jsonl import read_metrics
+
+    row = read_metrics(directory.metrics / "value.jsonl")[-1]
+    variance, trajectories = row.get("value/held_out/explained_variance"), row.get("value/held_out/trajectories")
+    text = f"explained variance on {count(trajectories)} held-out trajectories: {number(variance)}"
+    return text if variance is not None else f"{text} (their returns are all the same)"
 
 
 def _complain(message: str) -> None:

@@ -1,6 +1,6 @@
 """The RL algorithm: objective, advantage estimator, loss denominator.
 
-A new objective is a section here (with its ``needs_logprobs`` and ``response_level``), an entry in ``ObjectiveConfig``,
+A new objective is a section here (with its ``needs_...`` and ``response_level``), an entry in ``ObjectiveConfig``,
 and one function in ``megasao/algorithms/objectives.py``. A new estimator goes the same way.
 """
 
@@ -16,6 +16,8 @@ class ObjectiveOptions(Section):
 
     needs_logprobs: ClassVar[bool] = False
     """Whether it reads the rollout engine's log-probabilities; if not, they are neither asked for nor stored."""
+    needs_versions: ClassVar[bool] = False
+    """Whether its method keeps account of the weights that produced each token; if not, they are not stored."""
     response_level: ClassVar[bool] = False
     """Whether it is a mean over responses, each a mean over its tokens: it is then divided by their number."""
 
@@ -24,6 +26,7 @@ class DisObjective(ObjectiveOptions):
     """Direct double-sided importance sampling (SAO, arXiv 2607.07508): tokens outside the band count zero."""
 
     needs_logprobs: ClassVar[bool] = True
+    needs_versions: ClassVar[bool] = True
     name: Literal["dis"] = Field("dis", description="Direct double-sided importance sampling.")
     eps_low: float = Field(0.3, gt=0, lt=1, description="Lower band: ratio > 1 - eps_low.")
     eps_high: float = Field(5.0, gt=0, description="Upper band: ratio < 1 + eps_high.")
@@ -33,6 +36,7 @@ class PpoClipObjective(ObjectiveOptions):
     """PPO's clipped surrogate, token by token, against the rollout policy (GRPO, VAPO)."""
 
     needs_logprobs: ClassVar[bool] = True
+    needs_versions: ClassVar[bool] = True
     name: Literal["ppo_clip"] = Field("ppo_clip", description="Clipped surrogate.")
     eps_low: float = Field(0.2, gt=0, lt=1, description="Where the advantage is negative: no gradient below 1 - this.")
     eps_high: float = Field(0.2, gt=0, description="Where the advantage is positive: no gradient above 1 + this.")
@@ -178,6 +182,12 @@ class AlgorithmConfig(Section):
         False, description="Bring the advantages of a step's action tokens, over all ranks, to mean 0 and variance 1."
     )
     kl: KlConfig = Field(default_factory=KlConfig, description="Distance from the starting policy.")
+    entropy_bonus: float = Field(
+        0.0,
+        ge=0,
+        description="Times the mean entropy of the laws that the step's action tokens were sampled from, nats: "
+        "subtracted from the loss; 0 is off.",
+    )
     allow_uncorrected: bool = Field(
         False, description="Permit ppo_clip on asynchronous rollouts, whose ratio it bounds on one side only."
     )

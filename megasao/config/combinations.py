@@ -59,6 +59,8 @@ def schedules(config: "Config") -> Iterator[Problem]:
         yield from _schedule("critic.optimizer", config.critic.optimizer, config.loop.steps, "loop.steps")
     if config.sft is not None:
         yield from _schedule("sft.optimizer", config.sft.optimizer, config.sft.steps, "sft.steps")
+    if (stage := config.value_pretraining) is not None:
+        yield from _schedule("value_pretraining.optimizer", stage.optimizer, stage.steps, "value_pretraining.steps")
 
 
 def _schedule(path: str, optimizer: OptimizerConfig, total: int, total_name: str) -> Iterator[Problem]:
@@ -142,6 +144,17 @@ def estimator(config: "Config") -> Iterator[Problem]:
         yield Problem("algorithm.advantages.name", reason)
 
 
+def value_pretraining(config: "Config") -> Iterator[Problem]:
+    """There is a critic to pretrain, and it starts from one place."""
+    if config.value_pretraining is None:
+        return
+    if config.critic is None:
+        yield Problem("value_pretraining", "critic: null, so there is no value model to pretrain; take the section out")
+    elif config.critic.path is not None:
+        reason = f"RL would start from value_pretraining's result, not from {config.critic.path}; take one of them out"
+        yield Problem("critic.path", reason)
+
+
 def groups(config: "Config") -> Iterator[Problem]:
     """Batches hold whole groups."""
     size, batch_size = config.loop.group_size, config.loop.batch_size
@@ -158,6 +171,12 @@ def objective(config: "Config") -> Iterator[Problem]:
             f"algorithm.objective.name = {options.name} needs the log-probs that rollout.logprobs = never leaves out"
         )
         yield Problem("rollout.logprobs", f"{reason}; use auto")
+    if options.needs_versions and not config.wants_versions:
+        reason = (
+            f"algorithm.objective.name = {options.name} corrects for the weights that produced each token, which "
+            "rollout.weight_versions = never leaves out"
+        )
+        yield Problem("rollout.weight_versions", f"{reason}; use auto")
     if options.response_level and algorithm.denominator != "sequences":
         reason = (
             f"{options.name} is a mean over responses, each already divided by its tokens; got "
@@ -182,6 +201,7 @@ def megatron_options(config: "Config") -> Iterator[Problem]:
 RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     batch,
     estimator,
+    value_pretraining,
     groups,
     objective,
     steps,

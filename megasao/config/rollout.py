@@ -43,6 +43,11 @@ class RolloutConfig(Section):
     logprobs: Literal["auto", "always", "never"] = Field(
         "auto", description="Record the sampled tokens' log-probs: auto is where algorithm.objective needs them."
     )
+    weight_versions: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Record which weights produced each token: auto is where algorithm.objective needs it. Without, "
+        "staleness counts from the version that an episode's lease was granted for.",
+    )
 
 
 class BufferConfig(Section):
@@ -97,5 +102,9 @@ class ObservabilityConfig(Section):
         "auto", description="Terminal output; auto is live on a terminal, else one line a step."
     )
     wandb_project: str | None = Field(None, description="Weights & Biases project; null is off.")
+    entropy: bool = Field(
+        False,
+        description="Report actor/entropy also where algorithm.entropy_bonus is 0; it costs more work in the loss.",
+    )
     examples_every: int = Field(10, ge=1, description="Steps between saved example trajectories.")
     examples_per_step: int = Field(2, ge=1, description="Example trajectories saved each time.")

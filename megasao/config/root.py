@@ -25,6 +25,7 @@ from megasao.config.training import (
     LoopConfig,
     SftConfig,
     TrainerConfig,
+    ValuePretrainingConfig,
 )
 
 
@@ -60,6 +61,9 @@ class Config(Section):
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig, description="Restarts.")
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig, description="Metrics.")
     sft: SftConfig | None = Field(None, description="Fine-tuning before RL; null starts from model.path as it is.")
+    value_pretraining: ValuePretrainingConfig | None = Field(
+        None, description="Pretraining of the critic, after fine-tuning and before RL; null is none."
+    )
 
     @property
     def value_model(self) -> CriticConfig:
@@ -78,6 +82,17 @@ class Config(Section):
         """Whether the rollout side is asked for the log-probabilities of what it samples."""
         asked = self.rollout.logprobs
         return self.algorithm.objective.needs_logprobs if asked == "auto" else asked == "always"
+
+    @property
+    def wants_versions(self) -> bool:
+        """Whether the rollout side is asked for the weight versions that produced its tokens."""
+        asked = self.rollout.weight_versions
+        return self.algorithm.objective.needs_versions if asked == "auto" else asked == "always"
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether the trainer computes the entropy of the policy at every action token."""
+        return self.algorithm.entropy_bonus > 0 or self.observability.entropy
 
     @model_validator(mode="after")
     def _can_work(self) -> "Config":

@@ -89,6 +89,11 @@ class RunDirectory:
         return self.path / "sft"
 
     @property
+    def value(self) -> Path:
+        """The critic that value pretraining wrote, as a model checkpoint; complete with a file ``COMPLETE``."""
+        return self.path / "value"
+
+    @property
     def final_policy(self) -> Path:
         """Hugging Face checkpoint of the actor at the end of the run."""
         return self.path / "policy"
@@ -96,6 +101,12 @@ class RunDirectory:
     def policy_path(self, config: Config) -> Path:
         """The checkpoint that RL starts from (version 0): fine-tuning's result, or ``model.path``."""
         return self.sft if config.sft is not None else Path(config.model.path)
+
+    def critic_path(self, config: Config) -> Path | None:
+        """The pretrained critic that RL starts from; None: the policy's checkpoint with a new value head."""
+        if config.value_pretraining is not None:
+            return self.value
+        return Path(config.critic.path) if config.critic is not None and config.critic.path is not None else None
 
     def create(self) -> None:
         """Make the directory tree."""

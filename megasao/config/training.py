@@ -35,6 +35,11 @@ class CriticConfig(Section):
     """The value model: the actor's architecture with a value head on the last stage."""
 
     optimizer: OptimizerConfig = Field(description="The critic's optimizer; its schedule counts actor steps.")
+    path: str | None = Field(
+        None,
+        description="Value model to start from, a directory that pretrain-value wrote; null is the policy with a new "
+        "value head, or the result of value_pretraining where that section is there.",
+    )
     updates_per_actor_update: int = Field(2, ge=1, description="K: critic updates for each actor update.")
     warmup_steps: int = Field(10, ge=0, description="First steps, in which only the critic is trained.")
     freeze_attention: bool = Field(True, description="Keep attention fixed: only FFN / experts and the head train.")
@@ -100,3 +105,19 @@ class SftConfig(Section):
     batch_size: int = Field(64, ge=1, description="Demonstrations per step.")
     demonstrations: int = Field(16384, ge=1, description="Size of the demonstration set.")
     optimizer: OptimizerConfig = Field(description="Fine-tuning optimizer.")
+
+
+class ValuePretrainingConfig(Section):
+    """Regression of the critic on the returns of trajectories at hand, before RL."""
+
+    trajectories: list[str] = Field(
+        min_length=1,
+        description="Arrow files in the trajectory schema, directories of such, or run directories (their journals).",
+    )
+    steps: int = Field(gt=0, description="Optimizer steps.")
+    batch_size: int = Field(64, ge=1, description="Trajectories per step.")
+    held_out: float = Field(
+        0.1, gt=0, lt=1, description="Share of the prompts that are not trained on: explained variance is theirs."
+    )
+    evaluate_every: int = Field(50, ge=1, description="Steps between looks at the held-out part; always at the end.")
+    optimizer: OptimizerConfig = Field(description="Optimizer of this stage; RL begins with a fresh one.")

@@ -9,6 +9,7 @@ import logging
 
 import pyarrow as pa
 
+from megasao.controller.leases import granted_version
 from megasao.controller.state import DUPLICATE, ControllerState
 from megasao.trajectories.buffer import Summary, summarise
 from megasao.trajectories.columns import conform
@@ -46,7 +47,7 @@ class Intake:
         refused = {names[row] or f"row {row}": reason for row, reason in bad.items()}
         good = [row for row in range(batch.num_rows) if row not in bad]
         keep: list[int] = []
-        for row, summary in zip(good, summarise(select_rows(batch, good)), strict=True):
+        for row, summary in zip(good, summarise(select_rows(batch, good), granted_version), strict=True):
             reason = self._verdict(summary, leases)
             if reason is None:
                 keep.append(row)

@@ -9,7 +9,9 @@ import re
 from dataclasses import dataclass
 
 TRAIN = "train"
-_LEASE_ID = re.compile(r"(?P<stream>.+)-(?P<index>\d{6,15})-(?P<generation>\d{1,9})\.(?P<attempt>\d{1,9})")
+_LEASE_ID = re.compile(
+    r"(?P<stream>.+)-(?P<index>\d{6,15})-(?P<generation>\d{1,9})\.(?P<attempt>\d{1,9})(\.v(?P<version>\d{1,18}))?"
+)
 
 
 @dataclass(frozen=True)
@@ -25,15 +27,26 @@ class Key:
         return self.stream == TRAIN
 
 
-def make_lease_id(key: Key, generation: int, attempt: int) -> str:
-    """The name of an attempt; ``generation`` counts controller starts, so that no name is ever used twice."""
-    return f"{key.stream}-{key.index:06d}-{generation}.{attempt}"
+def make_lease_id(key: Key, generation: int, attempt: int, version: int | None = None) -> str:
+    """The name of an attempt; ``generation`` counts controller starts, so that no name is ever used twice.
+
+    ``version``: the weights that it is granted for, where the worker is not asked which it used. The name is what comes
+    back with the trajectory, however late, and what the journal keeps.
+    """
+    name = f"{key.stream}-{key.index:06d}-{generation}.{attempt}"
+    return name if version is None else f"{name}.v{version}"
 
 
 def parse_lease_id(text: str) -> Key | None:
     """The key that a lease id names, or None."""
     match = _LEASE_ID.fullmatch(text)
     return Key(match["stream"], int(match["index"])) if match else None
+
+
+def granted_version(text: str) -> int:
+    """The weights that no token of this lease's trajectory is older than; 0 where its name does not say."""
+    match = _LEASE_ID.fullmatch(text)
+    return int(match["version"] or 0) if match else 0
 
 
 @dataclass(frozen=True)
@@ -61,10 +74,10 @@ class LeaseBook:
     def __contains__(self, lease_id: str) -> bool:
         return lease_id in self._held
 
-    def new_id(self, key: Key) -> str:
-        """A fresh lease id for ``key``."""
+    def new_id(self, key: Key, version: int | None = None) -> str:
+        """A fresh lease id for ``key``; ``version`` as for ``make_lease_id``."""
         self._attempts[key] = attempt = self._attempts.get(key, 0) + 1
-        return make_lease_id(key, self._generation, attempt)
+        return make_lease_id(key, self._generation, attempt, version)
 
     def put(self, held: Held) -> None:
         """Begin a lease; neither its id nor its key may be on lease."""

@@ -19,6 +19,7 @@ class Lessor:
     def __init__(self, config: Config, environment: Environment, leases: LeaseBook, groups: GroupBook) -> None:
         self._seed = config.run.seed
         self._want_logprobs = config.wants_logprobs
+        self._want_versions = config.wants_versions
         self._environment = environment
         self._leases = leases
         self._groups = groups
@@ -31,8 +32,10 @@ class Lessor:
         """A new lease on ``key``, under a name of its own."""
         prompt = self.prompt(key)
         split, prompt_index = self._problem(key)
+        # An evaluation's result is labelled with the weights that produced it.
+        want_versions = self._want_versions or not key.is_training
         return Lease(
-            lease_id=self._leases.new_id(key),
+            lease_id=self._leases.new_id(key, None if want_versions else min_version),
             prompt_id=prompt.prompt_id,
             group_id=self._groups.name(key.index) if key.is_training else prompt.prompt_id,
             split=split,
@@ -43,6 +46,7 @@ class Lessor:
             min_version=min_version,
             evaluation_id=None if key.is_training else key.stream,
             want_logprobs=key.is_training and self._want_logprobs,
+            want_versions=want_versions,
         )
 
     def _problem(self, key: Key) -> tuple[Split, int]:

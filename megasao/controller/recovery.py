@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from megasao.config import Config
 from megasao.config.rundir import RunDirectory
+from megasao.controller.leases import granted_version
 from megasao.controller.state import ControllerState
 from megasao.environments.base import Environment
 from megasao.observability.jsonl import parse_lines
@@ -58,7 +59,7 @@ class Opened:
         self._journaled: list[Summary] = []
         for batch, location in self.journal.recover():
             self.store.add(batch, location)
-            self._journaled.extend(summarise(batch))
+            self._journaled.extend(summarise(batch, granted_version))
 
     def state(self, config: Config, environment: Environment, *, now: float) -> ControllerState:
         """The controller's state as of the last durable record."""

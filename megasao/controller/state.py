@@ -18,7 +18,7 @@ from megasao.controller.admission import Admission
 from megasao.controller.batches import BatchBook
 from megasao.controller.evaluations import EvaluationBook, problem_with
 from megasao.controller.groups import GroupBook
-from megasao.controller.leases import TRAIN, Held, Key, LeaseBook, parse_lease_id
+from megasao.controller.leases import TRAIN, Held, Key, LeaseBook, granted_version, parse_lease_id
 from megasao.controller.lessor import Lessor
 from megasao.controller.prompts import PromptSource
 from megasao.controller.workers import Worker, WorkerBook
@@ -175,6 +175,8 @@ class ControllerState:
             return f"group_id: {summary.group_id!r} is not the group of the lease, {self.groups.name(key.index)!r}"
         if self.config.wants_logprobs and not summary.has_logprobs:
             return "rollout_logprobs: null, and the objective needs them"
+        if self.config.wants_versions and summary.newest_version is None:
+            return "weight_versions: null, and the objective needs them"
         if summary.tokens > self.config.environment.max_tokens:
             limit = self.config.environment.max_tokens
             return f"tokens: {summary.tokens}, above environment.max_tokens = {limit}"
@@ -259,7 +261,7 @@ class ControllerState:
             for peer in [peer for peer, free in rooms.items() if free == 0]:
                 del rooms[peer]
             for peer in rooms:
-                lease = self._next_lease(room, now)
+                lease = self._next_lease(peer, room, now)
                 if lease is None:
                     return granted
                 rooms[peer] -= 1
@@ -355,7 +357,7 @@ class ControllerState:
             return 0
         return max(0, min(worker.free, self.config.rollout.concurrency - self.leases.count(peer)))
 
-    def _next_lease(self, room: "TrainingRoom", now: float) -> Lease | None:
+    def _next_lease(self, peer: bytes, room: "TrainingRoom", now: float) -> Lease | None:
         problem = self.evaluations.take(self.version)
         if problem is not None:
             evaluation, index = problem
@@ -365,11 +367,21 @@ class ControllerState:
         rollout = self._next_rollout(room, now) if self.version is not None else None
         if rollout is None or self.version is None:
             return None
+        key = Key(TRAIN, rollout)
+        return self._lessor.make(key, self.config.rollout.temperature, self._oldest_to_begin_with(peer, self.version))
+
+    def _oldest_to_begin_with(self, peer: bytes, version: int) -> int:
+        """The weights that a new episode must not be older than, the trainer's being ``version``.
+
+        If the trajectory will not say what it began with, staleness counts from here: the newest that are safe to ask
+        for without holding the worker up, those it has reported.
+        """
         loop = self.config.loop
         # With a bound on the share of stale ones, a lease given to stale weights would waste room for fresh ones.
         lag = loop.max_lag if loop.mode == "async" and loop.max_stale_share == 1 else 0
-        key = Key(TRAIN, rollout)
-        return self._lessor.make(key, self.config.rollout.temperature, max(0, self.version - lag))
+        worker = self.workers.get(peer)
+        reported = worker.weight_version if worker is not None and not self.config.wants_versions else 0
+        return max(0, version - lag, min(reported, version))
 
     def _next_rollout(self, room: "TrainingRoom", now: float) -> int | None:
         """The next one of a begun group, or the first one of a new group if there is room for all of it."""
@@ -406,7 +418,8 @@ class ControllerState:
             return False
         adopted = self.prompts.adopt(key.index) if key.is_training else self.evaluations.adopt(key)
         if adopted:
-            self.leases.put(Held(lease_id, key, peer, now + self.config.buffer.lease_timeout_s, 0))
+            expires = now + self.config.buffer.lease_timeout_s
+            self.leases.put(Held(lease_id, key, peer, expires, granted_version(lease_id)))
         return adopted
 
     def _prompt_id(self, lease_id: str, key: Key) -> str:

@@ -17,16 +17,13 @@ import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 from megasao.environments import arithmetic
 from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult
 from megasao.environments.calculator_demonstrator import Habits, demonstrate
 from megasao.environments.options import read_options
-
-EVAL_SHARE = 8
-"""One problem in this many is held out."""
+from megasao.environments.splits import split_of, text_hash
 
 TAGS = ("<problem>", "</problem>", "<call>", "</call>", "<result>", "</result>", "<answer>", "</answer>", "error")
 CHARACTERS = "0123456789+-*()"
@@ -63,16 +60,6 @@ class CalculatorOptions:
             value = getattr(self, name)
             if not 0 <= value <= 1:
                 raise ValueError(f"environment.options.{name}: expected a probability in [0, 1], got {value}")
-
-
-def _hash(*parts: object) -> int:
-    """64 bits that depend on the parts' text alone, on every machine."""
-    return int.from_bytes(blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest(), "big")
-
-
-def split_of(expression: str) -> Split:
-    """The split that a problem belongs to for good."""
-    return "eval" if _hash("calculator-split", expression) % EVAL_SHARE == 0 else "train"
 
 
 def use_tool(call: str) -> str | None:
@@ -153,7 +140,7 @@ class CalculatorEnvironment(Environment):
             raise ValueError(f"demonstration index: expected 0 or more, got {index}")
         _, expression = self._problem("train", f"demonstration-{seed}", index)
         answer = arithmetic.reductions(expression)[-1][-1]
-        generator = random.Random(_hash("calculator-habits", self.options.seed, seed, index))
+        generator = random.Random(text_hash("calculator-habits", self.options.seed, seed, index))
         episode = CalculatorEpisode(answer, generator.getrandbits(63), self.options.tool_failure_rate)
         habits = Habits(
             answers_early=self.options.answers_early,
@@ -165,9 +152,9 @@ class CalculatorEnvironment(Environment):
 
     def _problem(self, split: Split, stream: str, index: int) -> tuple[int, arithmetic.Expression]:
         """The first drawn expression of this stream and index that lies in ``split``; (operations, expression)."""
-        generator = random.Random(_hash("calculator-problem", self.options.seed, stream, index))
+        generator = random.Random(text_hash("calculator-problem", self.options.seed, stream, index))
         operations = 3 if generator.random() < self.options.three_operations else 2
         while True:
             expression = arithmetic.draw(generator, operations)
-            if split_of(arithmetic.render(expression)) == split:
+            if split_of(self.name, arithmetic.render(expression)) == split:
                 return operations, expression

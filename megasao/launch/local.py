@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from megasao.config import Config
 from megasao.config.rundir import RunDirectory
@@ -15,16 +16,19 @@ from megasao.launch.supervisor import Limits, Outcome, StopSignals, Supervisor, 
 
 PANEL_INTERVAL_S = 0.5
 
+Stage = Literal["sft", "value", "rl"]
+
 
 def launch(
     config: Config,
     *,
     resume: bool,
-    only_sft: bool = False,
+    last: Stage = "rl",
     make_command: Callable[[RunDirectory], RoleCommand] = megasao_command,
 ) -> tuple[Outcome, RunDirectory]:
-    """Fine-tune if the config says so and it is not done yet, then train; ends with the summary table.
+    """Fine-tune and pretrain the critic if the config says so and it is not done yet, then train.
 
+    Goes on to the stage ``last``; a run to the end ends with the summary table.
     UserError if the run cannot start; RoleFailed if a role dies too often.
     """
     from megasao.observability.panel import Panel
@@ -35,13 +39,13 @@ def launch(
         local = LocalRun(run, config, make_command(run), guardian, signals, every(PANEL_INTERVAL_S, panel.update))
         try:
             outcome: Outcome = "finished"
-            if config.sft is not None and not (run.sft / "COMPLETE").exists():
-                outcome = local.fine_tune()
-            if outcome == "finished" and not only_sft:
-                outcome = local.train()
+            for perform in local.stages(last):
+                outcome = perform()
+                if outcome != "finished":
+                    break
         finally:
             panel.close()
-    if outcome == "finished" and not only_sft:
+    if outcome == "finished" and last == "rl":
         print_summary(run, config)
     return outcome, run
 
@@ -65,9 +69,23 @@ class LocalRun:
         self._signals = signals
         self._on_tick = on_tick
 
+    def stages(self, last: Stage) -> list[Callable[[], Outcome]]:
+        """What is left to do, in order, up to the stage ``last``."""
+        config, run = self.config, self.run
+        stages: list[Callable[[], Outcome]] = []
+        if config.sft is not None and not (run.sft / "COMPLETE").exists():
+            stages.append(self.fine_tune)
+        if last != "sft" and config.value_pretraining is not None and not (run.value / "COMPLETE").exists():
+            stages.append(self.pretrain_value)
+        return [*stages, self.train] if last == "rl" else stages
+
     def fine_tune(self) -> Outcome:
         """Only trainer ranks; their result is ``run.sft``."""
         return self._supervise(self._world("sft"), [])
+
+    def pretrain_value(self) -> Outcome:
+        """Only trainer ranks; their result is ``run.value``."""
+        return self._supervise(self._world("value"), [])
 
     def train(self) -> Outcome:
         """The whole asynchronous loop."""

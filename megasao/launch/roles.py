@@ -10,7 +10,7 @@ from megasao.config.rundir import RunDirectory
 from megasao.launch.process import Role
 
 RoleCommand = Callable[[str, int], list[str]]
-"""(role, index) -> command; the roles are ``controller``, ``rollout``, ``trainer`` and ``sft``."""
+"""(role, index) -> command; the roles are ``controller``, ``rollout``, ``trainer``, ``sft`` and ``value``."""
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -25,8 +25,8 @@ def megasao_command(run: RunDirectory) -> RoleCommand:
         where = ["--run", str(run.path)]
         if role == "rollout":
             return [*base, "rollout", *where, "--index", str(index)]
-        if role in ("trainer", "sft"):
-            return [*base, "trainer", *where, "--stage", "rl" if role == "trainer" else "sft"]
+        if role in ("trainer", "sft", "value"):
+            return [*base, "trainer", *where, "--stage", "rl" if role == "trainer" else role]
         return [*base, role, *where]
 
     return command
@@ -52,7 +52,7 @@ def rollout_role(run: RunDirectory, config: Config, command: RoleCommand, index:
 def trainer_roles(
     run: RunDirectory, config: Config, command: RoleCommand, *, stage: str, host: str, port: int
 ) -> list[Role]:
-    """All ranks of one world, which meet at ``host:port``; ``stage`` is ``trainer`` or ``sft``."""
+    """All ranks of one world, which meet at ``host:port``; ``stage`` is ``trainer``, ``sft`` or ``value``."""
     roles = []
     for rank in range(config.parallel.ranks):
         world = {

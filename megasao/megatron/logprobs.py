@@ -19,11 +19,14 @@ def shift_to_tokens(outputs: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.where(first, torch.zeros_like(shifted), shifted)
 
 
-def hidden_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
+def hidden_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, *, entropy: bool = False
+) -> Tensor:
     """float32 [T]: log-probability of each target under ``softmax(hidden @ weight^T / its temperature)``.
 
-    Aligned with the outputs: see :func:`shift_to_tokens`. Logits exist for a chunk of tokens at a time, forward and
-    backward. Collective over the tensor-parallel group.
+    With ``entropy`` float32 [2, T]: the log-probabilities, and the entropy in nats of the law that each target was
+    chosen from. Aligned with the outputs: see :func:`shift_to_tokens`. Logits exist for a chunk of tokens at a time,
+    forward and backward. Collective over the tensor-parallel group.
 
     Args:
         hidden: [T, hidden], the same on every tensor-parallel rank.
@@ -33,5 +36,7 @@ def hidden_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature
     """
     group = parallel_state.get_tensor_model_parallel_group()
     # A bfloat16 model's output comes in float32, without loss.
-    logprobs, _ = chunked_logprobs(hidden.to(weight.dtype), weight, targets, temperature=temperature, group=group)
-    return logprobs
+    states = hidden.to(weight.dtype)
+    outputs = chunked_logprobs(states, weight, targets, temperature=temperature, entropy=entropy, group=group)
+    logprobs, *entropies = [output for output in outputs if output is not None]
+    return torch.stack([logprobs, *entropies]) if entropies else logprobs

@@ -38,7 +38,9 @@ def forward_only(model: MegatronModel, rows: list[Row]) -> list[Tensor]:
     return _broadcast_outputs(outputs, rows)
 
 
-def forward_backward(model: MegatronModel, rows: list[Row], loss_fn: LossFunction) -> list[Stats]:
+def forward_backward(
+    model: MegatronModel, rows: list[Row], loss_fn: LossFunction, *, entropy: bool = False
+) -> list[Stats]:
     """Add the gradient of the sum of all losses to the main gradients, reduced over the whole world. Collective.
 
     Args:
@@ -47,13 +49,15 @@ def forward_backward(model: MegatronModel, rows: list[Row], loss_fn: LossFunctio
         loss_fn: ``loss_fn(index, outputs [T]) -> (loss, stats)`` for row ``index``, outputs on the row's device: the
             loss is 0-d, already divided by the GLOBAL denominator; stats are 0-d tensors, the same keys for each row.
             Called on the last stage only.
+        entropy: give the loss outputs [2, T]: an actor's log-probabilities, and the entropies (nats) of the laws that
+            the tokens were chosen from, both with gradient.
 
     Returns:
         The stats of each row, detached, on every pipeline stage.
     """
 
     def loss_and_stats(batch: MicroBatch, raw: Tensor) -> tuple[Tensor, Tensor, Stats]:
-        outputs = _outputs(model, batch, raw).to(rows[0].tokens.device)
+        outputs = _outputs(model, batch, raw, entropy).to(rows[0].tokens.device)
         # What the schedule runs beyond the rows has no loss.
         loss, stats = loss_fn(batch.index, outputs) if batch.index < len(rows) else (outputs.new_zeros(()), {})
         if not loss.requires_grad:
@@ -101,12 +105,12 @@ def _collect(model: MegatronModel, batch: MicroBatch, raw: Tensor, non_loss_data
     return _outputs(model, batch, raw)
 
 
-def _outputs(model: MegatronModel, batch: MicroBatch, raw: Tensor) -> Tensor:
-    """Per-token float32 [T] of the whole row from the model's raw output [1, P / CP, hidden] or [1, P / CP, 1]."""
+def _outputs(model: MegatronModel, batch: MicroBatch, raw: Tensor, entropy: bool = False) -> Tensor:
+    """Per-token float32 [T] of the whole row ([2, T] with ``entropy``) from the model's raw output [1, P / CP, ...]."""
     if model.role == "critic":
         outputs = raw[0, :, 0].float()
     else:
-        outputs = hidden_logprobs(raw[0], model.output_weight, batch.targets, batch.temperature)
+        outputs = hidden_logprobs(raw[0], model.output_weight, batch.targets, batch.temperature, entropy=entropy)
     return shift_to_tokens(batch.whole(outputs), batch.row_cu_seqlens)
 
 

@@ -14,7 +14,7 @@ from megasao.config import Config
 from megasao.config.rundir import RunDirectory
 from megasao.observability.jsonl import Tail
 from megasao.observability.panel_state import PanelState
-from megasao.observability.panel_view import draw, evaluation_line, sft_line, step_line
+from megasao.observability.panel_view import draw, evaluation_line, sft_line, step_line, value_line
 
 SFT_LINES = 10
 """Fine-tuning prints about this many lines in ``lines`` mode."""
@@ -32,6 +32,7 @@ class Panel:
         self.state = PanelState(config)
         self._trainer = Tail(run.metrics / "trainer.jsonl")
         self._sft = Tail(run.metrics / "sft.jsonl")
+        self._value = Tail(run.metrics / "value.jsonl")
         self._controller = Tail(run.metrics / "controller.jsonl")
         self._evaluations = Tail(run.evaluations)
         self._live: Live | None = None
@@ -63,6 +64,9 @@ class Panel:
         for row in self._sft.read():
             if self.state.feed_sft(row) and show and (row["step"] + 1) % every == 0:
                 self._print(sft_line(self.state, row))
+        for row in self._value.read():
+            if self.state.feed_value(row) and show and "value/held_out/tokens" in row:
+                self._print(value_line(self.state, row))
         self.state.controller.extend(self._controller.read())
         for row in self._trainer.read():
             if self.state.feed_trainer(row) and show:

@@ -26,6 +26,8 @@ class PanelState:
     config: Config
     trainer: list[Row] = field(default_factory=list)
     sft: list[Row] = field(default_factory=list)
+    value: list[Row] = field(default_factory=list)
+    """Of value pretraining."""
     controller: deque[Row] = field(default_factory=lambda: deque(maxlen=GAUGES))
     evaluations: dict[str, Row] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
@@ -39,6 +41,10 @@ class PanelState:
         """Take a row of sft.jsonl; False if it has no step."""
         return _append_step(self.sft, row)
 
+    def feed_value(self, row: Row) -> bool:
+        """Take a row of value.jsonl; False if it has no step."""
+        return _append_step(self.value, row)
+
     def feed_evaluation(self, row: Row) -> None:
         """Take a row of evaluations.jsonl; a repeated id replaces the earlier result."""
         self.evaluations[str(row.get("evaluation_id", len(self.evaluations)))] = row
@@ -51,7 +57,17 @@ class PanelState:
     @property
     def fine_tuning(self) -> bool:
         """Fine-tuning is what is going on."""
-        return bool(self.sft) and not self.trainer and not self.controller
+        return bool(self.sft) and not self.value and not self.trainer and not self.controller
+
+    @property
+    def pretraining_value(self) -> bool:
+        """Value pretraining is what is going on."""
+        return bool(self.value) and not self.trainer and not self.controller
+
+    @property
+    def rows(self) -> list[Row]:
+        """Of the current stage."""
+        return self.sft if self.fine_tuning else self.value if self.pretraining_value else self.trainer
 
     @property
     def stage(self) -> str:
@@ -60,6 +76,8 @@ class PanelState:
             return "ended"
         if self.fine_tuning:
             return "fine-tuning" if self.finished < self.total else "starting SAO"
+        if self.pretraining_value:
+            return "value pretraining" if self.finished < self.total else "starting SAO"
         if not self.trainer:
             return "starting SAO" if self.controller else "starting"
         if self.finished >= self.total:
@@ -71,19 +89,19 @@ class PanelState:
         """Steps of the current stage."""
         if self.fine_tuning and self.config.sft is not None:
             return self.config.sft.steps
+        if self.pretraining_value and self.config.value_pretraining is not None:
+            return self.config.value_pretraining.steps
         return self.config.loop.steps
 
     @property
     def finished(self) -> int:
         """Finished steps of the current stage (rows count from step 0)."""
-        rows = self.sft if self.fine_tuning else self.trainer
-        return int(rows[-1]["step"]) + 1 if rows else 0
+        return int(self.rows[-1]["step"]) + 1 if self.rows else 0
 
     @property
     def step_seconds(self) -> float | None:
         """Median wall time between recent rows, per step, seconds."""
-        rows = (self.sft if self.fine_tuning else self.trainer)[-RECENT - 1 :]
-        pairs = itertools.pairwise(rows)
+        pairs = itertools.pairwise(self.rows[-RECENT - 1 :])
         paces = [
             (new["time"] - old["time"]) / (new["step"] - old["step"])
             for old, new in pairs
@@ -100,11 +118,8 @@ class PanelState:
     @property
     def elapsed_seconds(self) -> float | None:
         """Wall time between the first and the newest row."""
-        times = [
-            row["time"]
-            for row in (*self.sft[:1], *self.trainer[:1], *self.sft[-1:], *self.trainer[-1:])
-            if "time" in row
-        ]
+        ends = [row for rows in (self.sft, self.value, self.trainer) for row in (*rows[:1], *rows[-1:])]
+        times = [row["time"] for row in ends if "time" in row]
         return max(times) - min(times) if times else None
 
     def evaluated(self, mode: str) -> list[Row]:

@@ -28,6 +28,8 @@ def draw(state: PanelState, width: int) -> RenderableType:
     body: list[RenderableType] = [_progress(state, inner)]
     if state.trainer or state.evaluations or state.controller:
         body += [Text(), _two_columns(_learning(state), _machine(state), inner)]
+    elif state.value:
+        body += [Text(), _lines(_value_pretraining(state), inner)]
     elif state.sft:
         body += [Text(), _lines(_fine_tuning(state), inner)]
     return Box(
@@ -63,6 +65,15 @@ def sft_line(state: PanelState, row: Row) -> str:
     """One fine-tuning step in one line."""
     total = state.config.sft.steps if state.config.sft is not None else MISSING
     return f"fine-tuning {row['step'] + 1}/{total} | loss {number(row.get('sft/loss'))}"
+
+
+def value_line(state: PanelState, row: Row) -> str:
+    """One look at the held-out part in value pretraining, in one line."""
+    total = state.config.value_pretraining.steps if state.config.value_pretraining is not None else MISSING
+    held_out = number(row.get("value/held_out/explained_variance"))
+    return (
+        f"value pretraining {row['step'] + 1}/{total} | loss {number(row.get('value/loss'))} | held-out ev {held_out}"
+    )
 
 
 def evaluation_line(row: Row) -> str:
@@ -127,6 +138,16 @@ def _fine_tuning(state: PanelState) -> list[Line]:
     return [
         ("loss", number(losses[-1] if losses else None), "", losses),
         ("speed", count(speeds[-1] if speeds else None), "tokens/s", speeds),
+    ]
+
+
+def _value_pretraining(state: PanelState) -> list[Line]:
+    losses = [row["value/loss"] for row in state.value if isinstance(row.get("value/loss"), int | float)]
+    name = "value/held_out/explained_variance"
+    looks = [row[name] for row in state.value if isinstance(row.get(name), int | float)]
+    return [
+        ("loss", number(losses[-1] if losses else None), "", losses),
+        ("expl. var", number(looks[-1] if looks else None, 2), "held out", looks),
     ]
 
 

@@ -158,7 +158,7 @@ class EpisodeRunner:
             tokens=transcript.tokens,
             action_mask=transcript.action_mask,
             rewards=transcript.rewards,
-            weight_versions=transcript.weight_versions,
+            weight_versions=transcript.weight_versions if lease.want_versions else None,
             turn_starts=transcript.turn_starts,
             finish_reason=finish_reason,
             rollout_logprobs=transcript.logprobs if lease.want_logprobs else None,

@@ -246,7 +246,8 @@ class RolloutService:
 
 def evaluation_result(seq: int, lease: Lease, trajectory: Trajectory) -> EvaluationResult:
     """What the controller is told of one evaluation episode."""
-    assert lease.evaluation_id is not None
+    oldest, newest = trajectory.oldest_version, trajectory.newest_version
+    assert lease.evaluation_id is not None and oldest is not None and newest is not None
     return EvaluationResult(
         seq=seq,
         lease_id=lease.lease_id,
@@ -256,8 +257,8 @@ def evaluation_result(seq: int, lease: Lease, trajectory: Trajectory) -> Evaluat
         action_tokens=sum(trajectory.action_mask),
         total_tokens=len(trajectory.tokens),
         truncated=trajectory.finish_reason != "done",
-        oldest_version=trajectory.oldest_version,
-        newest_version=trajectory.newest_version,
+        oldest_version=oldest,
+        newest_version=newest,
     )
 
 

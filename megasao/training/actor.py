@@ -61,23 +61,29 @@ class Actor:
         rate = learning_rate(self.config.actor.optimizer, actor_step, total_steps)
         reference = forward_only(self.reference, [r.row for r in batch.rows]) if self.reference is not None else None
 
-        def loss(index: int, logprobs: torch.Tensor) -> tuple[torch.Tensor, Stats]:
+        def loss(index: int, outputs: torch.Tensor) -> tuple[torch.Tensor, Stats]:
+            logprobs, *entropies = outputs if self.config.wants_entropy else [outputs]
             value, stats = objective.loss(self._inputs(batch, advantages, index, logprobs), denominator)
             stats["loss"] = value.detach().double()
             if reference is not None:
                 penalty = self._penalty(batch, index, logprobs, reference[index])
                 stats["penalty"] = penalty.detach().double()
                 value = value + self.config.algorithm.kl.coefficient * penalty
+            for entropy in entropies:
+                mean = self._mean_entropy(batch, index, entropy)
+                stats["entropy"] = mean.detach().double()
+                if self.config.algorithm.entropy_bonus:
+                    value = value - self.config.algorithm.entropy_bonus * mean
             return value, stats
 
         self.optimizer.zero_grad()
-        stats = forward_backward(self.model, [r.row for r in batch.rows], loss)
+        stats = forward_backward(self.model, [r.row for r in batch.rows], loss, entropy=self.config.wants_entropy)
         grad_norm = self.optimizer.step(rate)
         totals = reduce_stats(stats, self.topology)
-        penalty = {} if reference is None else {"kl_reference": float(totals["penalty"])}
+        optional = {"penalty": "kl_reference", "entropy": "entropy"}
         return {
             **objective.summarize(totals),
-            **penalty,
+            **{metric: float(totals[name]) for name, metric in optional.items() if name in totals},
             "loss": float(totals["loss"]),
             "grad_norm": grad_norm,
             "lr": rate,
@@ -99,6 +105,11 @@ class Actor:
         """The row's part of the mean KL estimate over the step's action tokens."""
         penalties = kl_penalties(logprobs, reference, batch.rows[index].action_mask, self.config.algorithm.kl.estimator)
         return penalties.sum() / max(batch.action_tokens, 1)
+
+    def _mean_entropy(self, batch: Batch, index: int, entropies: torch.Tensor) -> torch.Tensor:
+        """The row's part of the mean entropy over the step's action tokens, nats; ``entropies`` [T]."""
+        chosen = torch.where(batch.rows[index].action_mask, entropies, 0.0)
+        return chosen.sum() / max(batch.action_tokens, 1)
 
     def kept(
         self, batch: Batch, advantages: Sequence[torch.Tensor], logprobs: Sequence[torch.Tensor]

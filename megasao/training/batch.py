@@ -79,7 +79,7 @@ def entry_of(trajectory: Trajectory) -> ManifestEntry:
         trajectory_id=trajectory.trajectory_id,
         tokens=len(trajectory.tokens),
         action_tokens=sum(trajectory.action_mask),
-        oldest_version=trajectory.oldest_version,
+        oldest_version=trajectory.oldest_version or 0,
         newest_version=trajectory.newest_version,
         reward=sum(trajectory.rewards),
         truncated=trajectory.finish_reason != "done",

@@ -13,6 +13,7 @@ import torch
 
 from megasao.algorithms.value_loss import summarize, value_loss
 from megasao.config import Config
+from megasao.megatron.checkpoint import load_model
 from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.optimizer import Optimizer, build_optimizer
 from megasao.megatron.options import passed_on
@@ -34,15 +35,17 @@ class Critic:
     config: Config
 
     @classmethod
-    def build(cls, path: Path, config: Config, topology: Topology) -> "Critic":
-        """The policy of ``path`` with its output layer replaced by a value head."""
+    def build(cls, path: Path, config: Config, topology: Topology, *, start: Path | None = None) -> "Critic":
+        """The policy of ``path`` with its output layer replaced by a value head; with ``start`` that model checkpoint.
+
+        ValueError: ``start`` is incomplete, or of another model or role.
+        """
         model = build_model("critic", path, config)
-        return cls(
-            model,
-            build_optimizer(model, config.value_model.optimizer, passed_on("optimizer", config)),
-            topology,
-            config,
-        )
+        optimizer = build_optimizer(model, config.value_model.optimizer, passed_on("optimizer", config))
+        if start is not None:
+            load_model(model, optimizer, start)
+            optimizer.reset()
+        return cls(model, optimizer, topology, config)
 
     def values(self, batch: Batch) -> list[torch.Tensor]:
         """float32 [T] per row: V of the tokens before each token."""
@@ -53,12 +56,13 @@ class Critic:
         batch: Batch,
         returns: Sequence[torch.Tensor],
         *,
-        old_values: Sequence[torch.Tensor],
+        old_values: Sequence[torch.Tensor] = (),
         step: int,
     ) -> dict[str, float | None]:
         """One optimizer step on E[(V - R)^2] over action tokens. ``returns``, ``old_values``: float32 [T] per row.
 
-        ``old_values`` are those of before the step's first update: ``critic.value_clip`` counts from them.
+        ``old_values`` are those of before the step's first update: ``critic.value_clip`` counts from them; without it
+        they are not read. ``step`` counts actor steps.
         """
         options = self.config.value_model
         rate = learning_rate(options.optimizer, step, self.config.loop.steps)

@@ -55,7 +55,9 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology) -> Trai
         config=config,
         topology=topology,
         actor=Actor.build(path, config, topology),
-        critic=Critic.build(path, config, topology) if config.critic is not None else None,
+        critic=Critic.build(path, config, topology, start=run.critic_path(config))
+        if config.critic is not None
+        else None,
         estimator=Estimator(config.algorithm, topology.all_reduce_data),
         source=BatchSource(client, topology, config, LifeSign(run.heartbeat(f"trainer-{topology.rank}"))),
         client=client,

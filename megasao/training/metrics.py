@@ -1,26 +1,36 @@
 """What a step's line in ``metrics/trainer.jsonl`` says beyond the losses: its data, staleness and speed."""
 
 import statistics
+from collections.abc import Sequence
 
-from megasao.transport.messages import Manifest
+from megasao.transport.messages import Manifest, ManifestEntry
 
 
 def batch_metrics(manifest: Manifest, version: int) -> dict[str, float | None]:
-    """Means over the step's trajectories; lags in weight versions at consumption; ``rollout/`` from the controller."""
-    entries = manifest.entries
+    """Of the step's trajectories, and ``rollout/`` from the controller."""
+    rollout = {f"rollout/{name}": value for name, value in manifest.rollout.items()}
+    return {**trajectory_metrics(manifest.entries, version), **rollout}
+
+
+def trajectory_metrics(entries: Sequence[ManifestEntry], version: int) -> dict[str, float | None]:
+    """Means over the step's trajectories; lags in weight versions at consumption.
+
+    Where the rollout side records no versions the lags count from the leases, and how many trajectories mix versions is
+    not known.
+    """
     rewards = [e.reward for e in entries]
     lags = [max(0, version - e.oldest_version) for e in entries]
+    mixed = [e.newest_version > e.oldest_version for e in entries if e.newest_version is not None]
     return {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
         "data/trajectories": float(len(entries)),
         "data/lag_mean": statistics.fmean(lags),
         "data/lag_max": float(max(lags)),
-        "data/mixed_versions": statistics.fmean(e.newest_version > e.oldest_version for e in entries),
+        **({"data/mixed_versions": statistics.fmean(mixed)} if mixed else {}),
         "data/response_tokens": statistics.fmean(e.action_tokens for e in entries),
         "data/total_tokens": statistics.fmean(e.tokens for e in entries),
         "data/truncated": statistics.fmean(e.truncated for e in entries),
-        **{f"rollout/{name}": value for name, value in manifest.rollout.items()},
     }
 
 

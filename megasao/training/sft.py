@@ -6,8 +6,9 @@ Invariants:
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ from megasao.training.schedule import learning_rate
 from megasao.training.stats import reduce_stats
 from megasao.training.world import trainer_world
 from megasao.trajectories.schema import Trajectory
+
+Item = TypeVar("Item")
 
 
 def cross_entropy(
@@ -58,15 +61,15 @@ def as_trajectory(demonstration: Demonstration, number: int) -> Trajectory:
     )
 
 
-def batches(trajectories: list[Trajectory], config: SftConfig, seed: int) -> Iterator[list[Trajectory]]:
+def batches(items: Sequence[Item], batch_size: int, seed: int) -> Iterator[list[Item]]:
     """Endless epochs, each in a fresh order; the tail that does not fill a batch opens the next epoch."""
     generator = np.random.default_rng(seed)
     order: list[int] = []
     while True:
-        while len(order) < config.batch_size:
-            order.extend(generator.permutation(len(trajectories)).tolist())
-        chosen, order = order[: config.batch_size], order[config.batch_size :]
-        yield [trajectories[i] for i in chosen]
+        while len(order) < batch_size:
+            order.extend(generator.permutation(len(items)).tolist())
+        chosen, order = order[:batch_size], order[batch_size:]
+        yield [items[i] for i in chosen]
 
 
 def sft_step(
@@ -107,7 +110,7 @@ def fine_tune(
     model = build_model("actor", Path(config.model.path), config)
     optimizer = build_optimizer(model, sft.optimizer, passed_on("optimizer", config))
     trajectories = [as_trajectory(d, number) for number, d in enumerate(demonstrations)]
-    source = batches(trajectories, sft, config.run.seed)
+    source = batches(trajectories, sft.batch_size, config.run.seed)
     lifesign = LifeSign(run.heartbeat(f"sft-{topology.rank}"))
     for step in range(sft.steps):
         lifesign.beat()

@@ -2,8 +2,9 @@
 
 Invariants:
 - first come, first trained;
-- staleness is measured when a batch is assembled, from the OLDEST version in a trajectory: time in flight and time
-  in the queue both count; nothing with a lag above the bound is ever in a batch;
+- staleness is measured when a batch is assembled, from the OLDEST version in a trajectory (where versions were not
+  recorded: from one that is not newer); time in flight and time in the queue both count; nothing with a lag above the
+  bound is ever in a batch;
 - a trajectory leaves the buffer exactly once, into a batch or dropped;
 - a batch is whole groups, each in one piece, in the order in which they became complete.
 """
@@ -18,7 +19,10 @@ import pyarrow as pa
 
 @dataclass(frozen=True)
 class Summary:
-    """A trajectory without its payload. ``nbytes`` is its size in memory."""
+    """A trajectory without its payload. ``nbytes`` is its size in memory.
+
+    ``newest_version`` is None where the rollout side recorded no versions; ``oldest_version`` is then a lower bound.
+    """
 
     trajectory_id: str
     prompt_id: str
@@ -27,7 +31,7 @@ class Summary:
     tokens: int
     action_tokens: int
     oldest_version: int
-    newest_version: int
+    newest_version: int | None
     reward: float
     truncated: bool
     has_logprobs: bool
@@ -117,16 +121,20 @@ class TrajectoryBuffer:
             self.nbytes -= summary.nbytes
 
 
-def summarise(batch: pa.RecordBatch) -> list[Summary]:
-    """The summaries of a valid batch (columns of SCHEMA)."""
-    return [_summary(batch.slice(row, 1)) for row in range(batch.num_rows)]
+def summarise(batch: pa.RecordBatch, version_of: Callable[[str], int] = lambda name: 0) -> list[Summary]:
+    """The summaries of a valid batch (columns of SCHEMA).
+
+    ``version_of`` gives the version that no token of a trajectory is older than, where the row does not say.
+    """
+    return [_summary(batch.slice(row, 1), version_of) for row in range(batch.num_rows)]
 
 
-def _summary(row: pa.RecordBatch) -> Summary:
+def _summary(row: pa.RecordBatch, version_of: Callable[[str], int]) -> Summary:
     def value(name: str) -> Any:
         return row.column(name)[0].as_py()
 
     mask = row.column("action_mask").flatten().to_numpy(zero_copy_only=False)
+    tagged = row.column("weight_versions").null_count == 0
     versions = row.column("weight_versions").flatten().field("version").to_numpy(zero_copy_only=False)
     rewards = row.column("rewards").flatten().to_numpy(zero_copy_only=False)
     return Summary(
@@ -136,8 +144,8 @@ def _summary(row: pa.RecordBatch) -> Summary:
         task=value("task"),
         tokens=len(mask),
         action_tokens=int(mask.sum()),
-        oldest_version=int(versions.min()),
-        newest_version=int(versions.max()),
+        oldest_version=int(versions.min()) if tagged else version_of(value("trajectory_id")),
+        newest_version=int(versions.max()) if tagged else None,
         reward=float(rewards.sum(dtype=np.float64)),
         truncated=value("finish_reason") != "done",
         has_logprobs=row.column("rollout_logprobs").null_count == 0,

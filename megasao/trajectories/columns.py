@@ -25,7 +25,7 @@ SCHEMA = pa.schema(
         pa.field("tokens", pa.list_(pa.int32()), nullable=False),
         pa.field("action_mask", pa.list_(pa.bool_()), nullable=False),
         pa.field("rewards", pa.list_(pa.float32()), nullable=False),
-        pa.field("weight_versions", pa.list_(VERSION_SPAN), nullable=False),
+        pa.field("weight_versions", pa.list_(VERSION_SPAN)),
         pa.field("turn_starts", pa.list_(pa.int32()), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
         pa.field("rollout_logprobs", pa.list_(pa.float32())),

@@ -37,7 +37,8 @@ class Trajectory:
     ``action_mask[t]``, and 0.0 elsewhere; None for objectives that need none.
     ``rewards[t]`` is the reward that arrived when token t had been seen.
     ``weight_versions`` is run-length over ``tokens``: (first index, version), starting at index 0. An observation
-    token has the version of the action before it (the first action's, for the prompt).
+    token has the version of the action before it (the first action's, for the prompt). None for objectives that need
+    no versions.
     ``finish_reason``: ``done`` (the environment ended it), ``max_turns``, ``max_tokens``.
     """
 
@@ -48,7 +49,7 @@ class Trajectory:
     tokens: list[int]
     action_mask: list[bool]
     rewards: list[float]
-    weight_versions: list[tuple[int, int]]
+    weight_versions: list[tuple[int, int]] | None
     turn_starts: list[int]
     finish_reason: str
     rollout_logprobs: list[float] | None = None
@@ -59,14 +60,14 @@ class Trajectory:
     finished_at: float = 0.0
 
     @property
-    def oldest_version(self) -> int:
-        """The staleness of the trajectory is measured from this version."""
-        return min(version for _, version in self.weight_versions)
+    def oldest_version(self) -> int | None:
+        """The staleness of the trajectory is measured from this version; None where versions were not recorded."""
+        return None if self.weight_versions is None else min(version for _, version in self.weight_versions)
 
     @property
-    def newest_version(self) -> int:
-        """The version of the last weights that produced a token."""
-        return max(version for _, version in self.weight_versions)
+    def newest_version(self) -> int | None:
+        """The version of the last weights that produced a token; None where versions were not recorded."""
+        return None if self.weight_versions is None else max(version for _, version in self.weight_versions)
 
 
 def to_batch(trajectories: list[Trajectory]) -> pa.RecordBatch:
@@ -87,14 +88,15 @@ def from_batch(batch: pa.RecordBatch) -> list[Trajectory]:
 
 def _to_row(trajectory: Trajectory) -> dict[str, object]:
     row: dict[str, object] = {name: getattr(trajectory, name) for name in SCHEMA.names}
-    row["weight_versions"] = [{"start": start, "version": version} for start, version in trajectory.weight_versions]
+    if trajectory.weight_versions is not None:
+        row["weight_versions"] = [{"start": start, "version": version} for start, version in trajectory.weight_versions]
     row["metrics"] = list(trajectory.metrics.items())
     return row
 
 
 def _from_row(row: dict[str, object]) -> Trajectory:
     spans, metrics = row["weight_versions"], row["metrics"]
-    assert isinstance(spans, list) and isinstance(metrics, list)
-    row["weight_versions"] = [(span["start"], span["version"]) for span in spans]
+    assert isinstance(spans, list | None) and isinstance(metrics, list)
+    row["weight_versions"] = None if spans is None else [(span["start"], span["version"]) for span in spans]
     row["metrics"] = dict(metrics)
     return Trajectory(**row)  # type: ignore[arg-type]

@@ -92,6 +92,8 @@ def _check_logprobs(lists: dict[str, pa.Array]) -> None:
 
 
 def _check_versions(lists: dict[str, pa.Array]) -> None:
+    if "weight_versions" not in lists:
+        return
     spans = lists["weight_versions"]
     _require(len(spans) > 0, "weight_versions: empty")
     starts, versions = spans.field("start"), spans.field("version")

@@ -31,6 +31,8 @@ class Lease(msgspec.Struct, frozen=True):
     evaluation_id: str | None = None
     """Set for evaluation episodes; their result is an ``EvaluationResult``, never a trajectory."""
     want_logprobs: bool = True
+    want_versions: bool = True
+    """Whether the trajectory is to say which weights produced each token."""
 
 
 SAY_HELLO = "say Hello first"
@@ -193,7 +195,8 @@ class ManifestEntry(msgspec.Struct, frozen=True):
     tokens: int
     action_tokens: int
     oldest_version: int
-    newest_version: int
+    newest_version: int | None
+    """None where the rollout side recorded no versions; ``oldest_version`` is then a bound from below."""
     reward: float
     truncated: bool = False
     """The episode ran out of turns or tokens."""

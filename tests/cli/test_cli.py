@@ -12,6 +12,7 @@ from megasao.config.load import dump_config, load_config
 from tests.checkpoints import write_checkpoint
 
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
+PRETRAINING = LAPTOP.parent / "stages" / "value_pretraining.yaml"
 
 
 def megasao(*arguments: str | Path, columns: int = 200) -> "subprocess.CompletedProcess[str]":
@@ -65,6 +66,13 @@ def test_a_user_error_is_one_clean_message_in_full_lines(tmp_path: Path) -> None
         (["check", str(LAPTOP), "model.transformer_impl=transformer_engine"], "transformer_engine is not installed"),
         (["check", str(LAPTOP), "buffer.max_bytes=1000"], "buffer.max_bytes: 1000 cannot hold one batch"),
         (["train", str(LAPTOP), "model.path=absent"], "no config.json"),
+        (["train", str(LAPTOP), "critic.path=absent"], "critic.path: absent is no value model"),
+        (
+            ["pretrain-value", str(LAPTOP), str(PRETRAINING)],
+            "value_pretraining.trajectories: missing, and it has no default",
+        ),
+        (["check", str(LAPTOP), str(PRETRAINING), "value_pretraining.trajectories=[absent]"], "absent does not exist"),
+        (["check", str(LAPTOP), str(PRETRAINING), "value_pretraining.trajectories=[]"], "at least 1 item"),
         (["controller", "--run", "absent"], "is not a run directory"),
         (["report", "absent"], "is not a run directory"),
     ],

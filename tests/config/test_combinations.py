@@ -33,6 +33,8 @@ CASES = [
     ),
     (["trainer.token_budget=109"], ["trainer.token_budget=110"], "trainer.token_budget", "at least 110"),
     (["buffer.lease_timeout_s=59"], ["buffer.lease_timeout_s=60"], "buffer.lease_timeout_s", "episode_timeout_s"),
+    (["rollout.weight_versions=never"], ["rollout.weight_versions=always"], "rollout.weight_versions", "use auto"),
+    (["algorithm.entropy_bonus=-1"], ["algorithm.entropy_bonus=0.01"], "algorithm.entropy_bonus", "greater than"),
     (["loop.batch_timeout_s=59"], ["loop.batch_timeout_s=60"], "loop.batch_timeout_s", "episode_timeout_s"),
     (["transport.dead_after_s=3.9"], ["transport.dead_after_s=4"], "transport.dead_after_s", "heartbeat"),
     (["transport.host=0.0.0.0"], ["transport.host=0.0.0.0", "transport.curve=true"], "transport.host", "curve"),

@@ -140,6 +140,7 @@ def test_what_is_a_file(word: str, expected: bool) -> None:
     assert is_overlay(f"./{word}") is word.endswith((".yaml", ".yml"))
 
 
+PRETRAINING = "{trajectories: [x], steps: 9, optimizer: {lr: 1e-3}}"
 REFUSED = [
     (["critic=null", "algorithm.advantages={name: group}"], "algorithm.advantages.name", "every advantage is 0"),
     (["algorithm.objective={name: ppo_clip}"], "algorithm.objective.name", "corrects nothing"),
@@ -147,6 +148,13 @@ REFUSED = [
     (["algorithm.objective={name: asympo}"], "algorithm.denominator", "use sequences"),
     (["algorithm.objective={name: gpg}", "algorithm.denominator=accepted_tokens"], "algorithm.denominator", "has none"),
     (["algorithm.advantages={name: running_mean}"], "critic", "has no use for a value model"),
+    (
+        ["algorithm.advantages={name: running_mean}", "critic=null", f"value_pretraining={PRETRAINING}"],
+        "value_pretraining",
+        "no value model to pretrain",
+    ),
+    ([f"value_pretraining={PRETRAINING}", "critic.path=x"], "critic.path", "take one of them out"),
+    ([f"value_pretraining={PRETRAINING}", "value_pretraining.steps=0"], "value_pretraining.steps", "greater than 0"),
     (["loop.group_size=5"], "loop.batch_size", "no whole number of groups"),
 ]
 

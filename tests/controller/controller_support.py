@@ -4,11 +4,13 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import zmq
 
 from megasao.config import Config
 from megasao.config.rundir import Endpoints, RunDirectory
+from megasao.controller.leases import granted_version
 from megasao.controller.recovery import Opened
 from megasao.controller.server import ControllerServer
 from megasao.controller.state import ControllerState
@@ -92,7 +94,9 @@ def trajectory(lease: Lease, version: int = 0, newest: int | None = None, **chan
 
 def deliver(state: ControllerState, lease: Lease, version: int = 0, newest: int | None = None) -> str | None:
     """The pure state's way of a trajectory: screened, then accepted. Returns the reason against it."""
-    [summary] = summarise(to_batch([trajectory(lease, version, newest)]))
+    row = trajectory(lease, version, newest)
+    row = row if lease.want_versions else replace(row, weight_versions=None)
+    [summary] = summarise(to_batch([row]), granted_version)
     reason = state.screen(summary)
     if reason is None:
         state.accept(summary)

@@ -9,6 +9,7 @@ import pytest
 from controller_support import deliver, granted, make_config, make_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from megasao.trajectories.buffer import Summary
 from megasao.trajectories.ledger import Batch, Dropped
@@ -118,6 +119,65 @@ class World:
         assert all(count == 1 for count in prompts.values())
         written = [name for record in self.records if isinstance(record, Batch) for name in record.trajectory_ids]
         assert written == self.handed_out
+
+
+class UntaggedWorld(World):
+    """The same, of an objective that needs no versions; the workers' weights are up to three behind the trainer's.
+
+    The trajectories do not say what they began with; the world knows, and holds the bound against it.
+    """
+
+    def __init__(self, **more) -> None:
+        super().__init__(**more)
+        sections = {**self.config.model_dump(), "algorithm": {"objective": {"name": "gpg"}}}
+        self.config = self.config.model_validate(sections)
+        self.state = make_state(self.config)
+        for peer in PEERS:
+            self.state.hello(peer, peer.decode(), [], self.now)
+
+    def _settle(self) -> None:
+        self.state.tick(self.now)
+        for number, peer in enumerate(PEERS):
+            weights = max(0, self.version - (self.step + number) % 4)
+            self.state.credit(peer, 8, weights, self.now)
+            for lease in self.state.grant(self.now).get(peer, []):
+                assert not lease.want_versions and lease.min_version <= self.version
+                # The worker begins when it has what the lease asks for, and not before.
+                self.running.append((lease, max(lease.min_version, weights)))
+            self.state.credit(peer, 0, weights, self.now)
+        for record in self.state.take_records():
+            self.records.append(record)
+            if isinstance(record, Dropped):
+                self.dropped += record.trajectory_ids
+
+
+@settings(max_examples=60, deadline=None)
+@given(scripts, st.integers(0, 4), st.sampled_from(["async", "sync"]))
+def test_the_bound_holds_without_versions_on_the_wire(script, max_lag, mode):
+    world = UntaggedWorld(max_lag=max_lag, mode=mode).play(script)
+    assert world.violations == []
+    world.check_conservation()
+
+
+def test_without_versions_a_steady_run_trains_and_drops():
+    world = UntaggedWorld(max_lag=2).play(steady())
+    assert world.violations == []
+    assert len(world.handed_out) > 30 and len(world.dropped) > 5
+    world.check_conservation()
+
+
+def test_negative_control_counting_from_the_trainers_version_at_the_grant_is_caught(monkeypatch):
+    """What the trainer had when the lease was given is newer than what the worker began with: no bound."""
+    world = UntaggedWorld(max_lag=2)
+    make = world.state._lessor.make
+
+    def renamed(key, temperature, min_version):
+        lease = make(key, temperature, min_version)
+        stem, _, _ = lease.lease_id.partition(".v")
+        return structs.replace(lease, lease_id=f"{stem}.v{world.version}")
+
+    monkeypatch.setattr(world.state._lessor, "make", renamed)
+    assert world.play(steady()).violations
 
 
 @settings(max_examples=60, deadline=None)

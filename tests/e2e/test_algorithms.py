@@ -31,7 +31,8 @@ def train(model: Path, directory: Path, name: str, *more: str, **sections: dict[
 
 def columns(run: runs.RunDirectory) -> dict[str, list[Any]]:
     """The journal's rows by column."""
-    found: dict[str, list[Any]] = {"group_id": [], "prompt_id": [], "rollout_logprobs": [], "trajectory_id": []}
+    names = ("group_id", "prompt_id", "rollout_logprobs", "trajectory_id", "weight_versions")
+    found: dict[str, list[Any]] = {name: [] for name in names}
     for batch, _ in Journal(run.journal).recover():
         for name, values in found.items():
             values += batch.column(name).to_pylist()
@@ -61,10 +62,11 @@ def test_asympo_needs_no_logprobs_and_no_critic(model: Path, tmp_path: Path) -> 
     run = train(model, tmp_path, "asympo")
     lines = check_steps(run)
     check_groups(run, 8)
-    assert all(value is None for value in columns(run)["rollout_logprobs"]), "nobody asked for them"
+    for name in ("rollout_logprobs", "weight_versions"):
+        assert all(value is None for value in columns(run)[name]), "nobody asked for them"
     assert all(abs(line["actor/loss"]) < 1e-6 for line in lines), "the loss of whole groups balances"
     for line in lines:
-        assert not {"actor/ratio_mean", "actor/kl_k3", "critic/loss"} & line.keys()
+        assert not {"actor/ratio_mean", "actor/kl_k3", "critic/loss", "data/mixed_versions"} & line.keys()
         stale = line["data/lag_mean"] * 16
         assert stale <= 8 or line["data/lag_max"] > 1
     assert not list(run.checkpoints.glob("*/critic"))
@@ -74,7 +76,8 @@ def test_grpo_on_asynchronous_groups(model: Path, tmp_path: Path) -> None:
     run = train(model, tmp_path, "grpo", "loop.group_size=4")
     lines = check_steps(run)
     check_groups(run, 4)
-    assert all(value is not None for value in columns(run)["rollout_logprobs"])
+    for name in ("rollout_logprobs", "weight_versions"):
+        assert all(value is not None for value in columns(run)[name])
     assert all(line["actor/clipped_high"] is not None and line["actor/ratio_mean"] > 0 for line in lines)
 
 

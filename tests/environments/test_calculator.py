@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from megasao.config.rollout import EnvironmentConfig
 from megasao.environments import arithmetic
-from megasao.environments.calculator import CalculatorEnvironment, CalculatorOptions, split_of, use_tool
+from megasao.environments.calculator import CalculatorEnvironment, CalculatorOptions, use_tool
 from megasao.environments.registry import make_environment
+from megasao.environments.splits import split_of
 
 CLEAN = CalculatorOptions(
     tool_failure_rate=0.0, answers_early=0.0, ignores_precedence=0.0, two_operations_in_one_call=0.0
@@ -71,13 +72,13 @@ def test_the_splits_share_no_problem_and_say_what_they_hold():
     demonstrated = {expression_of(environment.demonstration(i, 3)[0].text) for i in range(1500)}
     assert not texts["train"] & texts["eval"]
     assert not demonstrated & texts["eval"]
-    assert {split_of(t) for t in texts["eval"]} == {"eval"}
-    assert {split_of(t) for t in texts["train"] | demonstrated} == {"train"}
+    assert {split_of("calculator", t) for t in texts["eval"]} == {"eval"}
+    assert {split_of("calculator", t) for t in texts["train"] | demonstrated} == {"train"}
     # negative control: drawn without the split rule, the held-out share would be found among the others
     import random
 
     unruled = {arithmetic.render(arithmetic.draw(random.Random(i), 2)) for i in range(1500)}
-    assert 0.05 < sum(split_of(t) == "eval" for t in unruled) / len(unruled) < 0.25
+    assert 0.05 < sum(split_of("calculator", t) == "eval" for t in unruled) / len(unruled) < 0.25
 
 
 def test_a_prompt_is_the_same_in_another_process():

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megasao.algorithms.objectives import PolicyInputs, TokenLosses, objective
 from megasao.config import Config
+from megasao.config.algorithm import GpgObjective, ObjectiveOptions
 from megasao.config.load import load_config
 from megasao.config.rundir import RunDirectory
 from megasao.megatron import context, runtime
 from megasao.megatron.bridge import export_hf, export_tensors
 from megasao.megatron.checkpoint import ModelSnapshot, load_model, save_model
-from megasao.megatron.models import MegatronModel
+from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.optimizer import Optimizer, build_optimizer
 from megasao.megatron.runtime import Topology
 from megasao.training import checkpoint
@@ -25,6 +27,7 @@ from megasao.training.actor import Actor
 from megasao.training.batch import Batch, pack_trajectories
 from megasao.training.critic import Critic
 from megasao.training.estimator import Estimator
+from megasao.training.pretrain_value import pretrain
 from megasao.training.step import sao_step
 from megasao.trajectories.schema import Trajectory
 
@@ -233,6 +236,79 @@ def train_and_save(payload: Payload) -> Any:
         _write(payload, "actor-weights", export_hf(actor.model))
         _write(payload, "critic-weights", export_hf(critic.model))
     return {"losses": metrics, "messages": messages, "step": progress.step, "rng": torch.get_rng_state().sum().item()}
+
+
+def own_objective(payload: Payload) -> Any:
+    """One actor update with gpg, and one with an objective that only this function knows: twice the same loss."""
+
+    class Mine(ObjectiveOptions):
+        factor: float = 2.0
+
+    @objective(Mine)
+    def mine(inputs: PolicyInputs, options: Mine) -> TokenLosses:
+        return TokenLosses(-options.factor * inputs.advantages * inputs.logprobs)
+
+    metrics = []
+    for options in (GpgObjective(), Mine()):
+        config = sao_config(payload)
+        config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"objective": options})})
+        assert not config.wants_logprobs and not config.wants_versions
+        topology = runtime.set_layout(config.parallel, seed=1)
+        actor = Actor.build(Path(payload["path"]), config, topology)
+        batch = pack_trajectories(trajectories(0), data_rank=0, data_size=1, token_budget=64)
+        advantages = [torch.linspace(-1, 1, row.row.tokens.numel()) for row in batch.rows]
+        metrics.append(actor.update(batch, advantages, actor_step=0))
+        runtime.clear_layout()
+    return metrics
+
+
+def pretrained_critic(payload: Payload) -> Any:
+    """Value pretraining into ``out``: the held-out metrics, then what a critic that starts from it says of a batch.
+
+    With ``start`` only that, from the critic of an earlier call (under another layout, say).
+    """
+    config = sao_config(payload)
+    topology = runtime.set_layout(config.parallel, seed=1)
+    directory, held_out = RunDirectory(Path(payload["out"])), None
+    section = config.value_pretraining
+    if section is not None:
+        held_out = pretrain(directory, config, section, topology, None)
+    start = Path(payload.get("start", directory.value))
+    critic = Critic.build(Path(payload["path"]), config, topology, start=start)
+    [row] = pack_trajectories(trajectories(0), data_rank=0, data_size=1, token_budget=4096).rows
+    [values] = critic.values(replace(_EMPTY, rows=(row,)))
+    fresh = export_tensors(build_model("critic", Path(payload["path"]), config), lambda local: local.parameter)
+    moved = [
+        name
+        for name, tensor in export_tensors(critic.model, lambda local: local.parameter).items()
+        if not torch.equal(tensor, fresh[name])
+    ]
+    return {"held_out": held_out, "values": values.tolist(), "moved": moved, "updates": critic.optimizer.updates()}
+
+
+_EMPTY = Batch(rows=(), action_tokens=0, sequences=0, tokens=0, entries=())
+
+
+def pretraining_errors(payload: Payload) -> Any:
+    """The message with which each of ``sections`` and each of ``starts`` is refused."""
+    config = sao_config(payload)
+    topology = runtime.set_layout(config.parallel, seed=1)
+    messages = []
+    for section in payload["sections"]:
+        changed = sao_config({**payload, "settings": {"value_pretraining": section}})
+        assert changed.value_pretraining is not None
+        try:
+            pretrain(RunDirectory(Path(payload["out"])), changed, changed.value_pretraining, topology, None)
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    for start in payload["starts"]:
+        try:
+            Critic.build(Path(payload["path"]), config, topology, start=Path(start))
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
 
 
 def preset_steps(payload: Payload) -> Any:

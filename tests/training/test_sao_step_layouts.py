@@ -12,6 +12,7 @@ from tests.megatron.world import run_world
 
 pytestmark = pytest.mark.world
 STEPS = 5
+ALGORITHM_STEPS = 3
 ROW_TOKENS = 128
 """Rows short enough that every rank has several, of different lengths."""
 
@@ -170,11 +171,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "asympo": {"objective": {"name": "asympo"}, "advantages": {"name": "group"}, "denominator": "sequences"},
     "spo": {"objective": {"name": "spo"}, "advantages": {"name": "running_mean"}, "denominator": "sequences"},
     "kl": {"objective": {"name": "dis", "eps_low": 0.8}, "kl": {"coefficient": 0.5}},
+    "entropy": {"objective": {"name": "dis", "eps_low": 0.8}, "entropy_bonus": 0.3},
     "accepted": {"objective": {"name": "dis", "eps_low": 0.8}, "denominator": "accepted_tokens"},
 }
 
 
-def run_algorithm(name: str, checkpoint: Path, out: Path, parallel: dict[str, Any], budget: int) -> Outcome:
+def run_algorithm(
+    name: str, checkpoint: Path, out: Path, parallel: dict[str, Any], budget: int, value_clip: float | None = 0.01
+) -> Outcome:
     algorithm = ALGORITHMS[name]
     estimator = algorithm.get("advantages", {}).get("name")
     settings: dict[str, Any] = {
@@ -186,8 +190,39 @@ def run_algorithm(name: str, checkpoint: Path, out: Path, parallel: dict[str, An
         settings["critic"] = None
     else:
         optimizer = {"lr": 2e-3}
-        settings["critic"] = {"optimizer": optimizer, "warmup_steps": 0, "head_bias": 0.5, "value_clip": 0.01}
-    return run(checkpoint, out, parallel, settings=settings, token_budget=budget, count=12, group_size=4)
+        settings["critic"] = {"optimizer": optimizer, "warmup_steps": 0, "head_bias": 0.5, "value_clip": value_clip}
+    shape = {"token_budget": budget, "count": 12, "group_size": 4, "steps": ALGORITHM_STEPS}
+    return run(checkpoint, out, parallel, settings=settings, **shape)
+
+
+def check_metrics(got: Outcome, expected: Outcome) -> None:
+    both = ("actor/loss", "actor/grad_norm", "actor/positive_nll", "actor/negative_loss")
+    critic = ("critic/loss", "critic/grad_norm", "critic/explained_variance")
+    for step in range(ALGORITHM_STEPS):
+        for metric in (*both, *(name for name in critic if name in expected.metrics[0])):
+            assert got.metrics[step][metric] == pytest.approx(expected.metrics[step][metric], rel=1e-5, abs=2e-6), (
+                metric
+            )
+
+
+@pytest.mark.parametrize("layout", ["TP2 SP EP2", "PP2"])
+@pytest.mark.parametrize("name", ["asympo", "gpg whitened", "kl", "entropy"])
+def test_what_sums_over_a_step_is_the_same_on_split_models(
+    name: str, layout: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    expected = run_algorithm(name, checkpoint, tmp_path / "one", {"ranks": 1}, 4096)
+    got = run_algorithm(name, checkpoint, tmp_path / "two", MORE_LAYOUTS.get(layout) or LAYOUTS[layout], 64)
+    check_metrics(got, expected)
+    if name == "asympo":
+        assert all(abs(metrics["actor/loss"]) < 1e-6 for metrics in got.metrics)
+
+
+def test_value_clipping_changes_what_is_learnt(checkpoint: Path, tmp_path: Path) -> None:
+    """Negative control of the cases with a critic: without the clip the second step begins elsewhere."""
+    clipped = run_algorithm("kl", checkpoint, tmp_path / "clipped", {"ranks": 1}, 4096)
+    free = run_algorithm("kl", checkpoint, tmp_path / "free", {"ranks": 1}, 4096, value_clip=None)
+    assert clipped.metrics[0]["critic/loss"] == free.metrics[0]["critic/loss"]
+    assert clipped.metrics[1]["critic/loss"] != pytest.approx(free.metrics[1]["critic/loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -198,9 +233,7 @@ def test_every_algorithm_is_the_same_on_two_ranks_in_short_rows(
     """Whitening, global denominators, group baselines and value clipping: nothing depends on the split."""
     expected = run_algorithm(name, checkpoint, tmp_path / "one", {"ranks": 1}, 4096)
     got = run_algorithm(name, checkpoint, tmp_path / "two", parallel, 64)
-    for step in range(STEPS):
-        for metric in ("actor/loss", "actor/grad_norm", "actor/positive_nll", "actor/negative_loss"):
-            assert got.metrics[step][metric] == pytest.approx(expected.metrics[step][metric], rel=1e-5, abs=2e-6)
+    check_metrics(got, expected)
     assert ("critic/loss" in expected.metrics[0]) == (ALGORITHMS[name].get("advantages") is None)
     if name == "kl":
         distances = [metrics["actor/kl_reference"] for metrics in got.metrics]
@@ -210,6 +243,9 @@ def test_every_algorithm_is_the_same_on_two_ranks_in_short_rows(
         )
     else:
         assert "actor/kl_reference" not in got.metrics[0]
+    if name == "entropy":
+        for ours, theirs in zip(got.metrics, expected.metrics, strict=True):
+            assert ours["actor/entropy"] == pytest.approx(theirs["actor/entropy"], rel=1e-5)
     if name == "asympo":
         assert all(abs(metrics["actor/loss"]) < 1e-6 for metrics in got.metrics)
         assert "actor/ratio_mean" not in got.metrics[0]

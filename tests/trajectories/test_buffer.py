@@ -25,6 +25,8 @@ def names(chosen):
 def test_a_summary_holds_what_a_manifest_needs():
     [done, cut] = summarise(to_batch([sample("a"), sample("b", finish_reason="max_tokens")]))
     assert (done.tokens, done.action_tokens, done.oldest_version, done.newest_version) == (4, 2, 3, 5)
+    [untagged] = summarise(to_batch([sample("c", weight_versions=None)]), {"c": 9}.__getitem__)
+    assert (untagged.oldest_version, untagged.newest_version, untagged.lag(11)) == (9, None, 2)
     assert (done.reward, done.truncated, cut.truncated) == (1.25, False, True)
     assert 100 < done.nbytes < 400
 

@@ -113,6 +113,7 @@ def test_a_missing_optional_column_gets_its_default(field):
         created_at=0.0,
         finished_at=0.0,
         rollout_logprobs=None if field == "rollout_logprobs" else sample().rollout_logprobs,
+        weight_versions=None if field == "weight_versions" else sample().weight_versions,
     )
 
 
@@ -166,3 +167,5 @@ def test_values_that_do_not_fit_are_value_errors():
 
 def test_versions():
     assert (sample().oldest_version, sample().newest_version) == (3, 5)
+    untagged = sample(weight_versions=None)
+    assert (untagged.oldest_version, untagged.newest_version) == (None, None)
