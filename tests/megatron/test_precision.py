@@ -34,10 +34,11 @@ def test_bfloat16_learns_like_float32(checkpoint: Path, tmp_path: Path, parallel
         "exp_avg": ["torch.float32"],
     }
     assert full["facts"]["parameter"] == ["torch.float32"]
-    assert expected[-1] < 0.8 * expected[0]
+    gain = expected[0] - expected[-1]
+    assert gain > 0.05
     assert losses != expected
     for got, wanted in zip(losses, expected, strict=True):
-        assert abs(got - wanted) < 0.03 * expected[0]
+        assert abs(got - wanted) < 0.2 * gain
 
 
 def moved(run: dict[str, Any]) -> torch.Tensor:

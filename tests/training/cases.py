@@ -192,7 +192,6 @@ def _full_disk() -> Iterator[None]:
 
     ModelSnapshot.write = fail  # type: ignore[method-assign]
     yield
-    time.sleep(0.2)  # the writer is a thread
     ModelSnapshot.write = write  # type: ignore[method-assign]
 
 
@@ -225,6 +224,8 @@ def train_and_save(payload: Payload) -> Any:
             state = {"step": step + 1} if topology.rank == 0 else None
             with _full_disk() if payload.get("damage") == topology.rank else nullcontext():
                 pending = checkpoint.begin(run, progress, actor, critic, estimator, topology, controller_state=state)
+                while payload.get("damage") == topology.rank and pending.error is None:
+                    time.sleep(0.01)
     try:
         while pending is not None and not pending.written():
             time.sleep(0.01)
