@@ -25,16 +25,34 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1, description="Tensor parallel size (TP).")
     sequence: bool = Field(False, description="Sequence parallelism (SP); required for MoE with tensor > 1.")
     pipeline: int = Field(1, ge=1, description="Pipeline parallel size (PP).")
+    virtual_pipeline: int = Field(
+        1, ge=1, description="Model chunks of each pipeline stage (VPP, interleaved schedule); 1 is the plain schedule."
+    )
+    context: int = Field(
+        1, ge=1, description="Context parallel size (CP): the tokens of a row are split, each sequence zig-zag."
+    )
     expert: int = Field(1, ge=1, description="Expert parallel size (EP).")
     expert_tensor: int = Field(1, ge=1, description="Tensor parallel size inside an expert (ETP).")
+    dispatcher: Literal["alltoall", "allgather"] = Field(
+        "alltoall",
+        description="How tokens reach their experts; allgather pads the rows of all ranks to one length.",
+    )
+    distributed_optimizer: bool = Field(
+        False, description="Split optimizer state and main weights over data and context parallel ranks."
+    )
+    overlap: bool = Field(
+        False,
+        description="Reduce gradients during the backward pass and, with distributed_optimizer, gather weights during "
+        "the next forward pass.",
+    )
     timeout_s: float = Field(120.0, gt=0, description="Bound on every collective, seconds.")
 
     @model_validator(mode="after")
     def _divides(self) -> "ParallelConfig":
-        model_size = self.tensor * self.pipeline
+        model_size = self.tensor * self.pipeline * self.context
         if self.ranks % model_size:
             raise ValueError(
-                f"ranks = {self.ranks} is not a multiple of tensor x pipeline = {model_size}; "
+                f"ranks = {self.ranks} is not a multiple of tensor x pipeline x context = {model_size}; "
                 "data parallelism needs a whole number of copies"
             )
         expert_size = self.expert * self.expert_tensor * self.pipeline
@@ -44,9 +62,14 @@ class ParallelConfig(Section):
             )
         if self.sequence and self.tensor == 1:
             raise ValueError("sequence = true has no meaning with tensor = 1; set tensor > 1 or sequence = false")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"virtual_pipeline = {self.virtual_pipeline} has no meaning with pipeline = 1; set pipeline > 1 or "
+                "virtual_pipeline = 1"
+            )
         return self
 
     @property
     def data(self) -> int:
         """Data parallel size (DP) of the dense part."""
-        return self.ranks // (self.tensor * self.pipeline)
+        return self.ranks // (self.tensor * self.pipeline * self.context)

@@ -33,7 +33,9 @@ def _layout(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
     yield from _divisible(
         "parallel.tensor", parallel.tensor, shape, ("num_attention_heads", "num_key_value_heads", "vocab_size")
     )
-    yield from _divisible("parallel.pipeline", parallel.pipeline, shape, ("num_hidden_layers",))
+    chunks, chunked = parallel.pipeline * parallel.virtual_pipeline, parallel.virtual_pipeline > 1
+    name = "parallel.virtual_pipeline" if chunked else "parallel.pipeline"
+    yield from _divisible(name, chunks, shape, ("num_hidden_layers",), "model chunks" if chunked else "ranks")
     if parallel.pipeline > 1 and shape.get("tie_word_embeddings"):
         yield Problem("parallel.pipeline", "the model has tie_word_embeddings = true, which needs pipeline = 1")
     if not experts:
@@ -59,10 +61,12 @@ def _layout(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("parallel.expert_tensor", reason)
 
 
-def _divisible(path: str, size: int, shape: dict[str, Any], keys: tuple[str, ...]) -> Iterator[Problem]:
+def _divisible(
+    path: str, size: int, shape: dict[str, Any], keys: tuple[str, ...], what: str = "ranks"
+) -> Iterator[Problem]:
     for key in keys:
         if shape[key] % size:
-            yield Problem(path, f"the model's {key} = {shape[key]} cannot be split evenly over {size} ranks")
+            yield Problem(path, f"the model's {key} = {shape[key]} cannot be split evenly over {size} {what}")
 
 
 def _lengths(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:

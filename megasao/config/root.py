@@ -6,6 +6,7 @@ from megasao.config.algorithm import AlgorithmConfig
 from megasao.config.base import Section
 from megasao.config.combinations import impossible_combinations
 from megasao.config.errors import CombinationError
+from megasao.config.megatron import MegatronConfig
 from megasao.config.model import ModelConfig, ParallelConfig
 from megasao.config.ops import OpsConfig
 from megasao.config.rollout import (
@@ -49,6 +50,7 @@ class Config(Section):
     )
     loop: LoopConfig = Field(description="Steps, batch and staleness.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Trainer layout.")
+    megatron: MegatronConfig = Field(default_factory=MegatronConfig, description="Options passed on to Megatron-Core.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Micro-batching.")
     ops: OpsConfig = Field(default_factory=OpsConfig, description="The numerical core.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation.")

@@ -37,6 +37,7 @@ from megasao.config import Config
 from megasao.config.architecture import expert_count, is_moe_layer, read_hf_config, rope_theta
 from megasao.config.model import ModelConfig, ParallelConfig
 from megasao.megatron.modules import HiddenOutput, PackedAttention, RMSNorm, ValueHead
+from megasao.megatron.options import passed_on
 from megasao.megatron.runtime import compute_device
 
 Role = Literal["actor", "critic"]
@@ -67,6 +68,15 @@ class MegatronModel:
             weight = gpt.shared_embedding_or_output_weight()
         return weight
 
+    def finish_gathering(self) -> None:
+        """Wait for weights that are still on their way from the ranks that updated them. Collective.
+
+        A forward pass does so by itself, layer by layer; whoever reads the weights must call this before.
+        """
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
     @property
     def modules(self) -> list[GPTModel]:
         """The bare GPT models inside the wrappers."""
@@ -91,13 +101,19 @@ def build_model(role: Role, path: Path, config: Config, *, load: bool = True, fr
     from megasao.megatron.bridge import load_hf
 
     hf_config = read_hf_config(path)
-    transformer_config = make_transformer_config(hf_config, config.model, config.parallel)
-    gpt = _build_gpt(role, hf_config, transformer_config, config)
-    if role == "critic" and config.value_model.freeze_attention:
-        freeze_all_but_ffn_and_head(gpt)
-    if frozen:
-        gpt.requires_grad_(False)
-    model = MegatronModel(role, [_wrap(gpt, transformer_config)], transformer_config, hf_config)
+    transformer_config = make_transformer_config(hf_config, config.model, config.parallel, passed_on("model", config))
+    stages = range(config.parallel.virtual_pipeline) if config.parallel.virtual_pipeline > 1 else [None]
+    chunks = [_build_gpt(role, hf_config, transformer_config, config, stage) for stage in stages]
+    for gpt in chunks:
+        if role == "critic" and config.value_model.freeze_attention:
+            freeze_all_but_ffn_and_head(gpt)
+        if frozen:
+            gpt.requires_grad_(False)
+    # Nothing of a frozen model is reduced or gathered.
+    parallel = config.parallel.model_copy(update={"overlap": config.parallel.overlap and not frozen})
+    model = MegatronModel(
+        role, _wrap(chunks, transformer_config, parallel, passed_on("gradients", config)), transformer_config, hf_config
+    )
     if load:
         load_hf(model, path)
     return model
@@ -110,9 +126,12 @@ def freeze_all_but_ffn_and_head(module: torch.nn.Module) -> None:
 
 
 def make_transformer_config(
-    hf_config: dict[str, Any], model: ModelConfig, parallel: ParallelConfig
+    hf_config: dict[str, Any],
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    options: dict[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Megatron's configuration of a qwen3 / qwen3_moe checkpoint under a layout."""
+    """Megatron's configuration of a qwen3 / qwen3_moe checkpoint under a layout; ``options`` go on to Megatron."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
     heads = hf_config["num_attention_heads"]
     _divisible(hf_config["num_key_value_heads"], "num_key_value_heads", parallel.tensor, "parallel.tensor")
@@ -134,7 +153,7 @@ def make_transformer_config(
         hidden_dropout=0.0,
         **_moe_settings(hf_config, parallel),
         **_parallel_settings(parallel, dtype),
-        **_kernel_settings(),
+        **{**_kernel_settings(), **(options or {})},
     )
 
 
@@ -166,18 +185,24 @@ def _moe_settings(hf_config: dict[str, Any], parallel: ParallelConfig) -> dict[s
 
 
 def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    interleaved = parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "sequence_parallel": parallel.sequence,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": interleaved,
+        # Batched sends and receives of an interleaved schedule get mixed up on gloo, silently.
+        "overlap_p2p_comm": interleaved is not None,
+        "batch_p2p_comm": interleaved is None,
+        "context_parallel_size": parallel.context,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
-        # Rows of different ranks differ in length; the allgather dispatcher cannot exchange such.
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": parallel.dispatcher,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "variable_seq_lengths": True,
+        # Lengths travel with the tensors; the allgather dispatcher wants one length, so rows are padded for it.
+        "variable_seq_lengths": parallel.dispatcher == "alltoall",
         # Gradients are summed, never averaged: step.py returns losses already divided by the global denominator.
         "calculate_per_token_loss": True,
     }
@@ -231,10 +256,10 @@ def _layer_spec(moe: bool, config: TransformerConfig, implementation: str) -> Mo
 
 
 def _block_spec(
-    hf_config: dict[str, Any], config: TransformerConfig, implementation: str
+    hf_config: dict[str, Any], config: TransformerConfig, implementation: str, stage: int | None
 ) -> TransformerBlockSubmodules:
-    offset = get_transformer_layer_offset(config)
-    layers = range(offset, offset + get_num_layers_to_build(config))
+    offset = get_transformer_layer_offset(config, vp_stage=stage)
+    layers = range(offset, offset + get_num_layers_to_build(config, vp_stage=stage))
     if implementation == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -247,17 +272,21 @@ def _block_spec(
     )
 
 
-def _build_gpt(role: Role, hf_config: dict[str, Any], config: TransformerConfig, run: Config) -> GPTModel:
+def _build_gpt(
+    role: Role, hf_config: dict[str, Any], config: TransformerConfig, run: Config, stage: int | None
+) -> GPTModel:
+    """One chunk; ``stage`` numbers the virtual pipeline's on this rank."""
     tied = bool(hf_config.get("tie_word_embeddings", False)) and role == "actor"
     if tied and run.parallel.pipeline > 1:
         raise ValueError("tie_word_embeddings = true is not supported with parallel.pipeline > 1; use pipeline = 1")
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(hf_config, config, resolved_implementation(run.model)),
+        transformer_layer_spec=_block_spec(hf_config, config, resolved_implementation(run.model), stage),
         vocab_size=hf_config["vocab_size"],
         max_sequence_length=hf_config["max_position_embeddings"],
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        vp_stage=stage,
         share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
         rotary_base=rope_theta(hf_config),
@@ -270,20 +299,34 @@ def _build_gpt(role: Role, hf_config: dict[str, Any], config: TransformerConfig,
     return gpt
 
 
-def _wrap(gpt: GPTModel, config: TransformerConfig) -> DistributedDataParallel:
+def _wrap(
+    chunks: list[GPTModel], config: TransformerConfig, parallel: ParallelConfig, options: dict[str, Any]
+) -> list[DistributedDataParallel]:
+    """Gradient buffers and their reduction; the schedules learn how to hold it back until the last micro-batch."""
+    wrapped = [_wrap_chunk(gpt, config, parallel, options, number) for number, gpt in enumerate(chunks)]
+    no_sync = [chunk.no_sync for chunk in wrapped]
+    config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    config.finalize_model_grads_func = _finalize_without_scaling
+    return wrapped
+
+
+def _wrap_chunk(
+    gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, options: dict[str, Any], number: int
+) -> DistributedDataParallel:
     gpt.to(compute_device())
-    module = Float16Module(config, gpt) if config.bf16 else gpt
-    chunk = DistributedDataParallel(
+    return DistributedDataParallel(
         config=config,
         ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=parallel.distributed_optimizer,
+            overlap_grad_reduce=parallel.overlap,
+            overlap_param_gather=parallel.overlap and parallel.distributed_optimizer,
+            **options,
         ),
-        module=module,
-        disable_bucketing=True,
+        module=Float16Module(config, gpt) if config.bf16 else gpt,
+        # Only the first chunk's communication has anything to hide behind.
+        disable_bucketing=number > 0,
     )
-    config.no_sync_func = chunk.no_sync
-    config.finalize_model_grads_func = _finalize_without_scaling
-    return chunk
 
 
 def _finalize_without_scaling(model: list[Any], num_tokens: torch.Tensor | None, **kwargs: Any) -> None:

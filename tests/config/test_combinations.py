@@ -43,6 +43,13 @@ CASES = [
     (["transport.host='*'", "transport.curve=true"], ["transport.host=localhost"], "transport.host", "IPv4"),
     (["parallel.tensor=3"], ["parallel.tensor=2"], "parallel", "not a multiple"),
     (["parallel.expert=3"], ["parallel.expert=2"], "parallel", "not a multiple"),
+    (["parallel.context=3"], ["parallel.context=2"], "parallel", "not a multiple"),
+    (
+        ["parallel.virtual_pipeline=2"],
+        ["parallel.virtual_pipeline=2", "parallel.pipeline=2"],
+        "parallel",
+        "no meaning with pipeline = 1",
+    ),
     (["parallel.sequence=true"], ["parallel.sequence=true", "parallel.tensor=2"], "parallel", "no meaning"),
     (["rollout.temperature=0"], ["rollout.temperature=0.1"], "rollout.temperature", "greater than 0"),
     (
@@ -92,6 +99,11 @@ MODEL_CASES: list[tuple[dict[str, Any], list[str], str]] = [
     ({"model_type": "gpt2"}, [], "model.path"),
     ({"num_key_value_heads": 1}, [*TP2], "parallel.tensor"),
     ({"num_hidden_layers": 3}, ["parallel.pipeline=2"], "parallel.pipeline"),
+    (
+        {"num_hidden_layers": 6},
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2"],
+        "parallel.virtual_pipeline",
+    ),
     ({"num_experts": 7}, ["parallel.expert=2"], "parallel.expert"),
     ({"moe_intermediate_size": 97}, [*TP2], "parallel.expert_tensor"),
     ({"num_experts": None}, ["parallel.expert=2"], "parallel.expert"),

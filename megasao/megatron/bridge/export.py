@@ -37,6 +37,7 @@ def local_hf_tensors(
 
     Collective over shard groups: every rank of them iterates to the end. ``of`` gives None where there is nothing.
     """
+    model.finish_gathering()
     for local in local_parameters(model):
         tensor = of(local)
         if tensor is None:

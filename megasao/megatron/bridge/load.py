@@ -107,10 +107,15 @@ def _nearest(name: str, candidates: Iterable[str]) -> str:
 
 def assign(parameter: Tensor, value: Tensor, rule: Rule) -> None:
     """Copy ``value`` into ``parameter``; shapes must agree."""
+    check_shape(parameter, value, rule)
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
+def check_shape(parameter: Tensor, value: Tensor, rule: Rule) -> None:
+    """ValueError, with the tensors' names, if ``value`` has another shape than ``parameter``."""
     if parameter.shape != value.shape:
         raise ValueError(
             f"{', '.join(rule.hf)} give shape {tuple(value.shape)}, but {rule.megatron} has {tuple(parameter.shape)}; "
             "config.json does not describe these weights"
         )
-    with torch.no_grad():
-        parameter.copy_(value)

@@ -52,7 +52,7 @@ def local_parameters(model: "MegatronModel") -> Iterator[LocalParameter]:
     """Every parameter of this rank, in a fixed order that is the same on the ranks of its shard group."""
     table = rules(model.hf_config, model.role)
     local_experts = expert_count(model.hf_config) // parallel_state.get_expert_model_parallel_world_size()
-    dense_owner = parallel_state.get_data_parallel_rank() == 0
+    dense_owner = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     expert_owner = parallel_state.get_expert_data_parallel_rank() == 0
     dense_group = parallel_state.get_tensor_model_parallel_group()
     expert_group = parallel_state.get_expert_tensor_parallel_group()
@@ -60,7 +60,7 @@ def local_parameters(model: "MegatronModel") -> Iterator[LocalParameter]:
         for local, parameter in module.named_parameters():
             name = global_name(
                 local,
-                layer_offset=get_transformer_layer_offset(model.transformer_config),
+                layer_offset=get_transformer_layer_offset(model.transformer_config, vp_stage=module.vp_stage),
                 expert_offset=parallel_state.get_expert_model_parallel_rank() * local_experts,
             )
             assert name in table, f"the table has no rule for the Megatron parameter {name}"
