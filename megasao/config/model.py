@@ -25,6 +25,9 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1, description="Tensor parallel size (TP).")
     sequence: bool = Field(False, description="Sequence parallelism (SP); required for MoE with tensor > 1.")
     pipeline: int = Field(1, ge=1, description="Pipeline parallel size (PP).")
+    pipeline_layers: list[int] | None = Field(
+        None, description="Decoder layers of each pipeline stage, first to last; null splits evenly."
+    )
     expert: int = Field(1, ge=1, description="Expert parallel size (EP).")
     expert_tensor: int = Field(1, ge=1, description="Tensor parallel size inside an expert (ETP).")
     timeout_s: float = Field(120.0, gt=0, description="Bound on every collective, seconds.")
@@ -42,6 +45,14 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"ranks = {self.ranks} is not a multiple of expert x expert_tensor x pipeline = {expert_size}"
             )
+        if self.pipeline_layers is not None:
+            if len(self.pipeline_layers) != self.pipeline:
+                raise ValueError(
+                    f"pipeline_layers has {len(self.pipeline_layers)} numbers; expected one for each of the "
+                    f"pipeline = {self.pipeline} stages"
+                )
+            if min(self.pipeline_layers) < 1:
+                raise ValueError(f"pipeline_layers = {self.pipeline_layers}: every stage needs at least one layer")
         if self.sequence and self.tensor == 1:
             raise ValueError("sequence = true has no meaning with tensor = 1; set tensor > 1 or sequence = false")
         return self
@@ -50,3 +61,20 @@ class ParallelConfig(Section):
     def data(self) -> int:
         """Data parallel size (DP) of the dense part."""
         return self.ranks // (self.tensor * self.pipeline)
+
+    def stages(self, layers: int) -> list[range]:
+        """The decoder layers, from 0, of each pipeline stage of a model with ``layers`` of them.
+
+        Raises:
+            ValueError: they cannot be split so.
+        """
+        if self.pipeline_layers is None and layers % self.pipeline:
+            raise ValueError(
+                f"{layers} layers cannot be split evenly over pipeline = {self.pipeline} stages; give each stage's "
+                "number in pipeline_layers"
+            )
+        counts = self.pipeline_layers or [layers // self.pipeline] * self.pipeline
+        if sum(counts) != layers:
+            raise ValueError(f"pipeline_layers = {counts} are {sum(counts)} layers; the model has {layers}")
+        starts = [sum(counts[:stage]) for stage in range(self.pipeline)]
+        return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]

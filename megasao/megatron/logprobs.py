@@ -19,7 +19,15 @@ def shift_to_tokens(outputs: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.where(first, torch.zeros_like(shifted), shifted)
 
 
-def hidden_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: Tensor, cu_seqlens: Tensor) -> Tensor:
+def hidden_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    temperature: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    vocabulary: int | None = None,
+) -> Tensor:
     """float32 [T]: log-probability of each token under ``softmax(hidden @ weight^T / its temperature)``.
 
     Logits exist for a chunk of tokens at a time, forward and backward. Collective over the tensor-parallel group.
@@ -30,9 +38,12 @@ def hidden_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature:
         tokens: int64 [T].
         temperature: float32 [T], aligned with the token (not with the output that predicts it).
         cu_seqlens: int32 [B + 1].
+        vocabulary: tokens that there are, where the last rows are filling.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     # A bfloat16 model's output comes in float32, without loss.
     states = hidden[:-1].to(weight.dtype)
-    predictions, _ = chunked_logprobs(states, weight, tokens[1:], temperature=temperature[1:], group=group)
+    predictions, _ = chunked_logprobs(
+        states, weight, tokens[1:], temperature=temperature[1:], group=group, vocabulary=vocabulary
+    )
     return shift_to_tokens(torch.cat([predictions, predictions.new_zeros(1)]), cu_seqlens)

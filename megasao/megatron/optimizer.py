@@ -53,16 +53,17 @@ class Optimizer:
             raise RuntimeError(f"the {self.model.role}'s gradient norm is {norm}; no update was made")
         return norm
 
-    def main(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def main(self, parameter: torch.Tensor) -> torch.Tensor:
         """What Adam updates for a model parameter: its fp32 copy under bfloat16, else itself."""
-        return getattr(parameter, "main_param", parameter)
+        main: torch.Tensor = getattr(parameter, "main_param", parameter)
+        return main
 
-    def moments(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    def moments(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Adam's ``exp_avg`` and ``exp_avg_sq`` of a model parameter; {} before its first update, or if frozen."""
         state = self._inner_of(parameter).state.get(self.main(parameter), {}) if parameter.requires_grad else {}
         return {name: state[name] for name in MOMENTS if name in state}
 
-    def restore(self, parameter: torch.nn.Parameter, moments: dict[str, torch.Tensor], step: int) -> None:
+    def restore(self, parameter: torch.Tensor, moments: dict[str, torch.Tensor], step: int) -> None:
         """Set Adam's state of a trainable parameter."""
         inner, main = self._inner_of(parameter), self.main(parameter)
         inner.state[main] = {name: value.to(main.device, torch.float32) for name, value in moments.items()}
@@ -90,7 +91,7 @@ class Optimizer:
     def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
         return [part.optimizer for part in self.megatron.chained_optimizers if part.optimizer is not None]
 
-    def _inner_of(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+    def _inner_of(self, parameter: torch.Tensor) -> torch.optim.Optimizer:
         return self._inner_by_id[id(self.main(parameter))]
 
     @cached_property

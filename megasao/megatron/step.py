@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, distributed
 
 from megasao.megatron.logprobs import hidden_logprobs, shift_to_tokens
 from megasao.megatron.models import MegatronModel
+from megasao.megatron.modules import PackedRow
 from megasao.megatron.rows import Row
 from megasao.megatron.runtime import broadcast_bytes, compute_device
 
@@ -117,7 +117,14 @@ def _outputs(model: MegatronModel, batch: _Batch, raw: Tensor) -> Tensor:
     """Per-token float32 [T] from the model's raw output [1, T, hidden] or [1, T, 1]."""
     if model.role == "critic":
         return shift_to_tokens(raw[0, :, 0].float(), batch.cu_seqlens)
-    return hidden_logprobs(raw[0], model.output_weight, batch.tokens, batch.temperature, batch.cu_seqlens)
+    return hidden_logprobs(
+        raw[0],
+        model.output_weight,
+        batch.tokens,
+        batch.temperature,
+        batch.cu_seqlens,
+        vocabulary=model.hf_config["vocab_size"],
+    )
 
 
 def _prepare(index: int, row: Row, alignment: int) -> _Batch:
@@ -138,8 +145,8 @@ def _prepare(index: int, row: Row, alignment: int) -> _Batch:
     )
 
 
-def _packed(batch: _Batch) -> PackedSeqParams:
-    return PackedSeqParams(
+def _packed(batch: _Batch) -> PackedRow:
+    return PackedRow(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
