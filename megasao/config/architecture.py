@@ -16,6 +16,15 @@ def read_hf_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path} is not a Hugging Face checkpoint: it has no config.json")
+    return read_architecture(file)
+
+
+def read_architecture(file: Path) -> dict[str, Any]:
+    """The same from a file of any name.
+
+    Raises:
+        ValueError: it cannot be read, or describes something that the models here do not cover.
+    """
     try:
         hf_config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

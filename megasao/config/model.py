@@ -11,6 +11,9 @@ class ModelConfig(Section):
     """The Hugging Face checkpoint that actor and critic start from."""
 
     path: str = Field(description="Directory of a Hugging Face checkpoint: config.json, tokenizer.json, *.safetensors.")
+    architecture: str | None = Field(
+        None, description="A config.json that `megasao plan` reads where path has none: planning needs no weights."
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Parameter and activation dtype.")
     transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
         "auto",

@@ -24,10 +24,16 @@ def check_model(config: Config) -> bool:
         shape = read_hf_config(path.parent)
     except ValueError as error:
         raise ConfigError(str(path), [Problem("model.path", str(error))]) from None
-    problems = [*_layout(config, shape), *_lengths(config, shape), *_files(path.parent)]
+    problems = [*layout_problems(config, shape), *_files(path.parent)]
     if problems:
         raise ConfigError(str(path), problems)
     return True
+
+
+def layout_problems(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
+    """What of the layout and the lengths does not fit a model with config.json ``shape``."""
+    yield from _layout(config, shape)
+    yield from _lengths(config, shape)
 
 
 def _layout(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from megasao.config.combinations import impossible_combinations
 from megasao.config.errors import CombinationError
 from megasao.config.model import ModelConfig, ParallelConfig
 from megasao.config.ops import OpsConfig
+from megasao.config.plan import PlanConfig
 from megasao.config.rollout import (
     BufferConfig,
     EnvironmentConfig,
@@ -57,6 +58,7 @@ class Config(Section):
     transport: TransportConfig = Field(default_factory=TransportConfig, description="Sockets.")
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig, description="Restarts.")
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig, description="Metrics.")
+    plan: PlanConfig = Field(default_factory=PlanConfig, description="Assumptions of `megasao plan`.")
     sft: SftConfig | None = Field(None, description="Fine-tuning before RL; null starts from model.path as it is.")
 
     @property

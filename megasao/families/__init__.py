@@ -18,7 +18,7 @@ from megasao.families.rules import Rule
 
 __all__ = ["Family", "HfConfig", "Rule", "families", "family_of"]
 
-_SHARED = {"base", "facts", "rules"}
+_SHARED = {"base", "facts", "rules", "shrink"}
 
 
 def families() -> list[str]:

@@ -106,6 +106,21 @@ def build_model(role: Role, path: Path, config: Config, *, load: bool = True, fr
     return model
 
 
+def whole_model_on_meta(role: Role, hf_config: dict[str, Any], config: Config) -> GPTModel:
+    """The whole model in one piece on the meta device: names, shapes and what trains, without memory.
+
+    The layout must be that of one rank, and ``config.parallel`` too.
+    """
+    transformer_config = make_transformer_config(hf_config, config.model, config.parallel)
+    transformer_config.perform_initialization = False
+    with torch.device("meta"):
+        gpt = _build_gpt(role, hf_config, transformer_config, config)
+    freeze_indexers(gpt)
+    if role == "critic" and config.value_model.freeze_attention:
+        freeze_all_but_ffn_and_head(gpt)
+    return gpt
+
+
 def freeze_all_but_ffn_and_head(module: torch.nn.Module) -> None:
     """Stop training everything but FFN / experts / router (``.mlp.``) and the value head (``output_layer``)."""
     for name, parameter in module.named_parameters():

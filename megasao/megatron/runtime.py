@@ -145,10 +145,18 @@ def set_layout(parallel: ParallelConfig, seed: int) -> Topology:
 
 
 def clear_layout() -> None:
-    """Forget the layout, so that :func:`set_layout` can make another one in the same world."""
+    """Forget the layout, so that :func:`set_layout` can make another one in the same world.
+
+    Its process groups are destroyed, which Megatron leaves undone: an idle gloo group keeps three threads that poll,
+    and the groups of a few dozen layouts would occupy a core.
+    """
     from megatron.core import parallel_state
 
+    made = set(parallel_state._global_process_group_list or [])
     parallel_state.destroy_model_parallel()
+    for group in made & set(distributed.distributed_c10d._world.pg_map):
+        if group is not distributed.group.WORLD:
+            distributed.destroy_process_group(group)
 
 
 def _check(parallel: ParallelConfig) -> None:

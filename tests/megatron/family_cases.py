@@ -11,9 +11,10 @@ from torch import Tensor, distributed
 
 from megasao.megatron import runtime, sparse_attention
 from megasao.megatron.bridge import export_hf
+from megasao.megatron.bridge.local import local_parameters
 from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.rows import Row
-from megasao.megatron.step import forward_only
+from megasao.megatron.step import forward_backward, forward_only
 from tests.megatron import cases
 from tests.megatron.tiny import make_config
 
@@ -89,3 +90,33 @@ def train_all(payload: Payload) -> Any:
         reports.append(cases.train(job))
         runtime.clear_layout()
     return reports
+
+
+def rank_elements(payload: Payload) -> Any:
+    """[pipeline rank, numbers in this rank's tensors] for each of ``jobs``."""
+    found = []
+    for job in payload["jobs"]:
+        config = make_config(Path(job["path"]), job["parallel"])
+        topology = runtime.set_layout(config.parallel, seed=1)
+        model = build_model(job["role"], Path(job["path"]), config, load=False)
+        found.append([topology.pipeline_rank, sum(local.parameter.numel() for local in local_parameters(model))])
+        runtime.clear_layout()
+    return found
+
+
+def training_peaks(payload: Payload) -> Any:
+    """For each of ``jobs``: bytes that one row's forward and backward pass had at the worst time, by the allocator."""
+    peaks = []
+    for job in payload["jobs"]:
+        config = make_config(Path(job["path"]), {"ranks": 1})
+        runtime.set_layout(config.parallel, seed=1)
+        model = build_model("actor", Path(job["path"]), config, load=False)
+        tokens = torch.randint(model.hf_config["vocab_size"], (job["tokens"],)).tolist()
+        row = Row.from_sequences([tokens], [1.0])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            forward_backward(model, [row], lambda index, values: (values.sum(), {}))
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        held = torch.tensor([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).cumsum(0)
+        peaks.append(int(held.max()))
+        runtime.clear_layout()
+    return peaks
