@@ -10,7 +10,7 @@ SEED ?= 0
 RUN ?= laptop-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 DEMO_MODEL := build/laptop_model-$(SEED)
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test test-full lint clean
 
 setup: $(VENV)/.ready
 
@@ -35,6 +35,10 @@ lint: setup
 
 test: lint
 	$(BIN)/python -m pytest
+
+# With the tests marked `full`: every layout, and others that take long.
+test-full: lint
+	$(BIN)/python -m pytest -m ""
 
 clean:
 	rm -rf $(VENV) build runs

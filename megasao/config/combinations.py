@@ -8,6 +8,7 @@ import ipaddress
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from megasao.config import megatron
 from megasao.config.errors import Problem
 from megasao.config.training import OptimizerConfig
 
@@ -192,6 +193,11 @@ def objective(config: "Config") -> Iterator[Problem]:
         yield Problem("algorithm.objective.name", reason)
 
 
+def megatron_options(config: "Config") -> Iterator[Problem]:
+    """What is passed on to Megatron-Core exists there, and is not set by other fields."""
+    yield from megatron.problems(config)
+
+
 RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     batch,
     estimator,
@@ -203,6 +209,7 @@ RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     lengths,
     waits,
     exposure,
+    megatron_options,
 )
 
 

@@ -80,6 +80,11 @@ class TrainerConfig(Section):
     """How a step is cut into packed rows."""
 
     token_budget: int = Field(8192, ge=16, description="Most tokens in one packed micro-batch row.")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="What the backward pass computes again instead of keeping it: full is every layer from its input, "
+        "selective the parts named in megatron.model.recompute_modules (attention by default).",
+    )
 
 
 class CheckpointConfig(Section):
@@ -87,6 +92,10 @@ class CheckpointConfig(Section):
 
     every: int = Field(50, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep: int = Field(2, ge=1, description="Newest complete checkpoints that are kept.")
+    asynchronous: bool = Field(
+        False, description="Write while training goes on: it waits only for a copy of the state in host memory."
+    )
+    timeout_s: float = Field(1800.0, gt=0, description="Longest wait for a checkpoint to be written.")
 
 
 class SftConfig(Section):

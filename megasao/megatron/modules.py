@@ -3,11 +3,13 @@
 Invariants (tests assert them):
 
 - attention inside a packed row never crosses a sequence boundary; the row's result equals that of its sequences alone;
-- no buffer of size [T, T] is made: sequences are padded to [B, max_seqlen], T = tokens of the row;
+- no buffer of size [T, T] is made: sequences of similar lengths are padded to the longest of them, T = tokens;
 - weights replicated over tensor-parallel ranks have complete gradients on each (norms are flagged, the head's
   input is gathered).
 """
 
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
+
+from megasao.megatron.context import context_attention
 
 
 class RMSNorm(torch.nn.Module):
@@ -74,6 +78,51 @@ def padding_indices(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[T
     return slot_to_token, token_to_slot
 
 
+def by_length(cu_seqlens: Tensor) -> tuple[Tensor, list[list[int]]]:
+    """The row's sequences from the longest to the shortest, and the lengths of each group of similar ones.
+
+    Returns:
+        int64 [T], the tokens in that order; and the groups, in each of which all have at least 2/3 of the longest.
+    """
+    bounds = cu_seqlens.tolist()
+    sequences = sorted(pairwise(bounds), key=lambda bound: bound[0] - bound[1])
+    groups: list[list[int]] = []
+    for length in (end - start for start, end in sequences if end > start):
+        if groups and 3 * length >= 2 * groups[-1][0]:
+            groups[-1].append(length)
+        else:
+            groups.append([length])
+    tokens = torch.cat([torch.arange(start, end, device=cu_seqlens.device) for start, end in sequences])
+    return tokens, groups
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """The sequences of one row, as every layer of the model gets them; one object for each pass over a row.
+
+    Attributes:
+        selected: what sparse attention's layers with an indexer selected in this pass, by layer from 0, for the layers
+            that share it: int32 [B, max_seqlen, k] key positions, or None where every earlier key counts. It belongs
+            to the row, not to the model: rows are under way together in a pipeline, and recomputation comes later.
+    """
+
+    selected: dict[int, Tensor | None] = field(default_factory=dict)
+
+
+def to_sequences(tokens: Tensor, row: PackedSeqParams) -> Tensor:
+    """[T, ...] -> [B, max_seqlen, ...]: the row's sequences beside one another."""
+    slot_to_token, token_to_slot = padding_indices(row.cu_seqlens_q, row.max_seqlen_q, tokens.shape[0])
+    padded: Tensor = _Pad.apply(tokens, slot_to_token, token_to_slot)
+    return padded.unflatten(0, (-1, row.max_seqlen_q))
+
+
+def to_tokens(sequences: Tensor, row: PackedSeqParams) -> Tensor:
+    """[B, max_seqlen, ...] -> [T, ...], the inverse of :func:`to_sequences`."""
+    _, token_to_slot = padding_indices(row.cu_seqlens_q, row.max_seqlen_q, int(row.cu_seqlens_q[-1]))
+    tokens: Tensor = _Unpad.apply(sequences.flatten(0, 1), token_to_slot)
+    return tokens
+
+
 class PackedAttention(MegatronModule):
     """Causal core attention on packed (THD) rows with grouped queries, by ``scaled_dot_product_attention``."""
 
@@ -95,8 +144,19 @@ class PackedAttention(MegatronModule):
         """``query`` [T, heads, d], ``key`` and ``value`` [T, groups, d] -> [T, heads * d]."""
         assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", "rows are always packed"
         assert attention_mask is None and attention_bias is None
-        length = packed_seq_params.max_seqlen_q
-        slot_to_token, token_to_slot = padding_indices(packed_seq_params.cu_seqlens_q, length, query.shape[0])
+        if self.config.context_parallel_size > 1:
+            return context_attention(query, key, value, packed_seq_params.cu_seqlens_q, self.scale).flatten(1)
+        order, groups = by_length(packed_seq_params.cu_seqlens_q)
+        sizes = [sum(lengths) for lengths in groups]
+        split = zip(*(tensor.index_select(0, order).split(sizes) for tensor in (query, key, value)), strict=True)
+        results = [self._group(q, k, v, lengths) for (q, k, v), lengths in zip(split, groups, strict=True)]
+        return torch.cat(results).index_select(0, order.argsort()).flatten(1)
+
+    def _group(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+        """Sequences of similar ``lengths``, longest first, side by side: padded to the longest."""
+        length = lengths[0]
+        cu_seqlens = torch.tensor([0, *lengths], device=query.device).cumsum(0)
+        slot_to_token, token_to_slot = padding_indices(cu_seqlens, length, query.shape[0])
 
         def by_sequence(tensor: Tensor) -> Tensor:
             return _Pad.apply(tensor, slot_to_token, token_to_slot).unflatten(0, (-1, length)).transpose(1, 2)
@@ -109,7 +169,7 @@ class PackedAttention(MegatronModule):
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return _Unpad.apply(result.transpose(1, 2).flatten(0, 1), token_to_slot).flatten(1)
+        return _Unpad.apply(result.transpose(1, 2).flatten(0, 1), token_to_slot)
 
 
 class HiddenOutput(tensor_parallel.ColumnParallelLinear):

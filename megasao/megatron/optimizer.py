@@ -3,9 +3,11 @@
 Invariants (tests assert them):
 
 - the gradient norm is that of the whole model (each parameter counted once), whatever the layout;
-- frozen parameters have no optimizer state and do not move.
+- frozen parameters have no optimizer state and do not move;
+- with a distributed optimizer (this rank's Adam has a slice of each parameter) state is read and written whole.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,9 +15,12 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import distributed
 
 from megasao.config.training import OptimizerConfig
 from megasao.megatron.models import MegatronModel
+from megasao.megatron.runtime import compute_device
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -53,23 +58,53 @@ class Optimizer:
             raise RuntimeError(f"the {self.model.role}'s gradient norm is {norm}; no update was made")
         return norm
 
-    def main(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """What Adam updates for a model parameter: its fp32 copy under bfloat16, else itself."""
-        return getattr(parameter, "main_param", parameter)
+    def main(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What Adam updates for a model parameter, whole: its fp32 copy under bfloat16, else itself. Read only.
 
-    def moments(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """Adam's ``exp_avg`` and ``exp_avg_sq`` of a model parameter; {} before its first update, or if frozen."""
-        state = self._inner_of(parameter).state.get(self.main(parameter), {}) if parameter.requires_grad else {}
-        return {name: state[name] for name in MOMENTS if name in state}
+        Of a buffer and of what is frozen, that is the tensor itself.
+        Collective over data-parallel ranks with a distributed optimizer, as :meth:`moment` and :meth:`gradient` are.
+        """
+        place = self._places.get(parameter)
+        if place is None or not self.model.transformer_config.bf16:
+            return parameter
+        return place.whole(parameter, place.main)
 
-    def restore(self, parameter: torch.nn.Parameter, moments: dict[str, torch.Tensor], step: int) -> None:
-        """Set Adam's state of a trainable parameter."""
-        inner, main = self._inner_of(parameter), self.main(parameter)
-        inner.state[main] = {name: value.to(main.device, torch.float32) for name, value in moments.items()}
-        if isinstance(inner, torch.optim.Adam):
-            inner.state[main]["step"] = torch.tensor(float(step))
+    def moment(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
+        """Adam's ``exp_avg`` or ``exp_avg_sq`` of a parameter; None before its first update, or if frozen."""
+        place = self._places.get(parameter)
+        if place is None:
+            return None
+        part = None if place.main is None else place.inner.state.get(place.main, {}).get(name)
+        return place.whole(parameter, part) if place.anywhere(part is not None) else None
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The reduced fp32 gradient of a model parameter, whole; None if it is frozen. Collective as :meth:`main`."""
+        place = self._places.get(parameter)
+        if place is None:
+            return None
+        gradient: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        return place.whole(parameter, None if place.main is None else place.cut(gradient))
+
+    def restore(
+        self, parameter: torch.Tensor, value: torch.Tensor, moments: dict[str, torch.Tensor], step: int
+    ) -> None:
+        """Set a model parameter, the copy of it that Adam updates, and Adam's state of it ({}: leave that)."""
+        with torch.no_grad():
+            parameter.copy_(value)
+        place = self._places.get(parameter)
+        if place is None or place.main is None:
+            return
+        with torch.no_grad():
+            place.main.copy_(place.cut(value))
+        if not moments:
+            return
+        place.inner.state[place.main] = {
+            name: place.cut(moment).to(place.main.device, torch.float32).clone() for name, moment in moments.items()
+        }
+        if isinstance(place.inner, torch.optim.Adam):
+            place.inner.state[place.main]["step"] = torch.tensor(float(step))
         else:  # TransformerEngine's and Apex's count per group
-            for group in inner.param_groups:
+            for group in place.inner.param_groups:
                 group["step"] = step
 
     def reset(self) -> None:
@@ -80,7 +115,7 @@ class Optimizer:
                 group.pop("step", None)
 
     def updates(self) -> int:
-        """Updates that Adam has made so far: the count that its bias correction uses."""
+        """Updates that Adam has made so far: the count that its bias correction uses. 0 on a rank without state."""
         inner = self._inner_optimizers()
         counts = {int(state["step"]) for part in inner for state in part.state.values() if "step" in state}
         counts |= {int(group["step"]) for part in inner for group in part.param_groups if "step" in group}
@@ -88,23 +123,85 @@ class Optimizer:
         return counts.pop() if counts else 0
 
     def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [part.optimizer for part in self.megatron.chained_optimizers if part.optimizer is not None]
+        return [part.optimizer for part in self._parts() if part.optimizer is not None]
 
-    def _inner_of(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-        return self._inner_by_id[id(self.main(parameter))]
+    def _parts(self) -> list[Any]:
+        return list(getattr(self.megatron, "chained_optimizers", [self.megatron]))
 
     @cached_property
-    def _inner_by_id(self) -> dict[int, torch.optim.Optimizer]:
-        return {
-            id(parameter): inner
-            for inner in self._inner_optimizers()
-            for group in inner.param_groups
-            for parameter in group["params"]
-        }
+    def _places(self) -> dict[torch.Tensor, "_Place"]:
+        """Every trainable parameter of this rank."""
+        return {parameter: place for part in self._parts() for parameter, place in _places_of(part, self.model)}
 
 
-def build_optimizer(model: MegatronModel, config: OptimizerConfig) -> Optimizer:
-    """Adam for the model's trainable parameters. Collective.
+@dataclass(frozen=True)
+class _Place:
+    """Where the Adam state of a parameter is.
+
+    Attributes:
+        inner: the torch optimizer.
+        main: the tensor that it updates: the parameter, its fp32 copy, or a slice of either; None: nothing of it here.
+        slice: which part of the flattened parameter that is; None: nothing of it.
+        group: ranks that hold the other slices; None where it is whole.
+    """
+
+    inner: torch.optim.Optimizer
+    main: torch.Tensor | None
+    slice: slice | None
+    group: distributed.ProcessGroup | None
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of the parameter's shape."""
+        return whole if self.group is None else whole.flatten()[self.slice]
+
+    def whole(self, parameter: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
+        """fp32, in the parameter's shape, from the parts of all ranks; bit for bit."""
+        if self.group is None:
+            assert part is not None
+            return part
+        bits = torch.zeros(parameter.numel(), dtype=torch.int32, device=parameter.device)
+        if part is not None:
+            bits[self.slice] = part.detach().contiguous().view(torch.int32)
+        distributed.all_reduce(bits, group=self.group)
+        return bits.view(torch.float32).view(parameter.shape)
+
+    def anywhere(self, here: bool) -> bool:
+        """Whether ``here`` is true on any rank that holds a part."""
+        if self.group is None:
+            return here
+        count = torch.tensor([int(here)], device=compute_device())
+        distributed.all_reduce(count, group=self.group)
+        return bool(count)
+
+
+def _places_of(part: Any, model: MegatronModel) -> Iterator[tuple[torch.nn.Parameter, _Place]]:
+    """The parameters that one of Megatron's chained optimizers updates, on any rank."""
+    if part.optimizer is None:
+        return
+    if isinstance(part, DistributedOptimizer):
+        for buffer in part.buffers:
+            for parameter in buffer.params:
+                yield parameter, _sliced_place(part, parameter)
+        return
+    mains = {id(main) for group in part.optimizer.param_groups for main in group["params"]}
+    for chunk in model.chunks:
+        for parameter in chunk.parameters():
+            main = getattr(parameter, "main_param", parameter)
+            if id(main) in mains:
+                yield parameter, _Place(part.optimizer, main, slice(None), None)
+
+
+def _sliced_place(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> _Place:
+    if parameter not in part.model_param_group_index_map:
+        return _Place(part.optimizer, None, None, part.data_parallel_group)
+    group, number = part.model_param_group_index_map[parameter]
+    own = part._get_model_param_range_map(parameter)["param"]
+    main = part.optimizer.param_groups[group]["params"][number]
+    return _Place(part.optimizer, main, slice(own.start, own.end), part.data_parallel_group)
+
+
+def build_optimizer(model: MegatronModel, config: OptimizerConfig, options: dict[str, Any] | None = None) -> Optimizer:
+    """Adam for the model's trainable parameters; ``options`` go on to Megatron. Collective.
 
     Biases and vectors are exempt from weight decay, as is Megatron's custom.
     """
@@ -120,7 +217,9 @@ def build_optimizer(model: MegatronModel, config: OptimizerConfig) -> Optimizer:
             clip_grad=config.clip_grad,
             bf16=transformer.bf16,
             params_dtype=transformer.params_dtype,
-            use_distributed_optimizer=False,
+            use_distributed_optimizer=model.chunks[0].ddp_config.use_distributed_optimizer,
+            overlap_param_gather=model.chunks[0].ddp_config.overlap_param_gather,
+            **(options or {}),
         ),
         model.chunks,
         use_gloo_process_groups=False,

@@ -20,9 +20,9 @@ from megasao.megatron import cpu
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this rank sits. Ranks with equal ``data_rank`` work on the same rows.
+    """Where this rank sits. Ranks with equal ``data_rank`` are given the same rows.
 
-    ``tensor_rank`` is the rank in the dense tensor-parallel group.
+    ``tensor_rank`` is the rank in the dense tensor-parallel group; ``context_rank`` says which part of each row it has.
     """
 
     rank: int
@@ -30,6 +30,7 @@ class Topology:
     data_rank: int
     data_size: int
     tensor_rank: int
+    context_rank: int
     pipeline_rank: int
     is_first_stage: bool
     is_last_stage: bool
@@ -37,8 +38,8 @@ class Topology:
     def all_reduce_data(self, tensor: torch.Tensor, *, op: Literal["sum", "max"] = "sum") -> torch.Tensor:
         """Sum, or element-wise maximum, over data-parallel ranks; a new tensor, equal on every rank of the world.
 
-        One rank of each data-parallel index speaks for it: tensor rank 0 of the last stage. The others enter with the
-        same shape and dtype; their values are ignored.
+        One rank of each data-parallel index speaks for it: tensor and context rank 0 of the last stage. The others
+        enter with the same shape and dtype; their values are ignored.
         """
         device = compute_device()
         neutral = 0.0 if op == "sum" else -torch.inf
@@ -57,7 +58,7 @@ class Topology:
 
     @property
     def _speaks(self) -> bool:
-        return self.tensor_rank == 0 and self.is_last_stage
+        return self.tensor_rank == 0 and self.context_rank == 0 and self.is_last_stage
 
 
 def compute_device() -> torch.device:
@@ -79,6 +80,14 @@ def broadcast_bytes(payload: bytes | None, *, source: int, group: distributed.Pr
         data = torch.empty(count, dtype=torch.uint8, device=device)
     distributed.broadcast(data, src=source, group=group)
     return data.cpu().numpy().tobytes()
+
+
+def gather_counts(value: int) -> list[int]:
+    """Each rank's number, on every rank of the world."""
+    mine = torch.tensor([value], dtype=torch.int64, device=compute_device())
+    values = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(values, mine)
+    return [int(each) for each in values]
 
 
 def initialize_world(timeout_s: float) -> None:
@@ -125,6 +134,8 @@ def set_layout(parallel: ParallelConfig, seed: int) -> Topology:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         distributed_timeout_minutes=parallel.timeout_s / 60,
@@ -138,6 +149,7 @@ def set_layout(parallel: ParallelConfig, seed: int) -> Topology:
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        context_rank=parallel_state.get_context_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         is_first_stage=parallel_state.is_pipeline_first_stage(),
         is_last_stage=parallel_state.is_pipeline_last_stage(),

@@ -9,36 +9,22 @@ Invariants (tests assert them):
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, distributed
 
 from megasao.megatron.logprobs import hidden_logprobs, shift_to_tokens
+from megasao.megatron.microbatch import MicroBatch, micro_batches
 from megasao.megatron.models import MegatronModel
 from megasao.megatron.rows import Row
 from megasao.megatron.runtime import broadcast_bytes, compute_device
 
 Stats = dict[str, Tensor]
 LossFunction = Callable[[int, Tensor], tuple[Tensor, Stats]]
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """A row as the model sees it: on its device, and padded (as one more sequence) to a multiple of TP under SP."""
-
-    index: int
-    length: int
-    tokens: Tensor
-    position_ids: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
-    temperature: Tensor
 
 
 def forward_only(model: MegatronModel, rows: list[Row]) -> list[Tensor]:
@@ -58,7 +44,8 @@ def forward_backward(
     """Add the gradient of the sum of all losses to the main gradients, reduced over the whole world. Collective.
 
     Args:
-        rows: equally many on every rank; ranks of one data-parallel index pass the same rows.
+        rows: equally many on every rank; ranks of one data-parallel index pass the same whole rows, also where context
+            parallelism splits the model's work on them.
         loss_fn: ``loss_fn(index, outputs [T]) -> (loss, stats)`` for row ``index``, outputs on the row's device: the
             loss is 0-d, already divided by the GLOBAL denominator; stats are 0-d tensors, the same keys for each row.
             Called on the last stage only.
@@ -69,9 +56,10 @@ def forward_backward(
         The stats of each row, detached, on every pipeline stage.
     """
 
-    def loss_and_stats(batch: _Batch, raw: Tensor) -> tuple[Tensor, Tensor, Stats]:
-        outputs = _outputs(model, batch, raw, entropy)[..., : batch.length].to(rows[batch.index].tokens.device)
-        loss, stats = loss_fn(batch.index, outputs)
+    def loss_and_stats(batch: MicroBatch, raw: Tensor) -> tuple[Tensor, Tensor, Stats]:
+        outputs = _outputs(model, batch, raw, entropy).to(rows[0].tokens.device)
+        # What the schedule runs beyond the rows has no loss.
+        loss, stats = loss_fn(batch.index, outputs) if batch.index < len(rows) else (outputs.new_zeros(()), {})
         if not loss.requires_grad:
             # A row without trained tokens still runs its backward pass: other ranks wait in the collectives there.
             never = torch.zeros((), dtype=torch.bool, device=loss.device)
@@ -84,74 +72,53 @@ def forward_backward(
 
 
 def _run(model: MegatronModel, rows: list[Row], finish: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+    """What ``finish`` returns for each row, on the last stage; [] on the others."""
     _check_row_count(rows)
     schedule = get_forward_backward_func()
-    alignment = model.transformer_config.tensor_model_parallel_size if model.transformer_config.sequence_parallel else 1
-    batches = (_prepare(index, row, alignment) for index, row in enumerate(rows))
+    batches = micro_batches(rows, model.transformer_config)
 
-    def forward_step(data: Iterator[_Batch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+    def forward_step(data: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(data)
         raw = chunk(
             input_ids=batch.tokens[None],
             position_ids=batch.position_ids[None],
             attention_mask=None,
-            packed_seq_params=_packed(batch),
+            packed_seq_params=batch.packed(),
         )
         return raw, partial(finish, batch)
 
-    return list(
-        schedule(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=model.chunks,
-            num_microbatches=len(rows),
-            seq_length=1,  # not used: lengths travel with the tensors
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+    iterators = [iter(batches) for _ in model.chunks]
+    results = schedule(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=model.chunks,
+        num_microbatches=len(batches),
+        seq_length=batches[0].size,  # not used where lengths are variable: they travel with the tensors
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
     )
+    return list(results)[: len(rows)]
 
 
-def _collect(model: MegatronModel, batch: _Batch, raw: Tensor, non_loss_data: bool = True) -> Tensor:
-    return _outputs(model, batch, raw)[: batch.length]
+def _collect(model: MegatronModel, batch: MicroBatch, raw: Tensor, non_loss_data: bool = True) -> Tensor:
+    return _outputs(model, batch, raw)
 
 
-def _outputs(model: MegatronModel, batch: _Batch, raw: Tensor, entropy: bool = False) -> Tensor:
-    """Per-token float32 [T] from the model's raw output [1, T, hidden] or [1, T, 1]; [2, T] with ``entropy``."""
+def _outputs(model: MegatronModel, batch: MicroBatch, raw: Tensor, entropy: bool = False) -> Tensor:
+    """Per-token float32 [T] of the whole row ([2, T] with ``entropy``) from the model's raw output [1, P / CP, ...]."""
     if model.role == "critic":
-        return shift_to_tokens(raw[0, :, 0].float(), batch.cu_seqlens)
-    return hidden_logprobs(
-        raw[0], model.output_weight, batch.tokens, batch.temperature, batch.cu_seqlens, entropy=entropy
-    )
-
-
-def _prepare(index: int, row: Row, alignment: int) -> _Batch:
-    device = compute_device()
-    length = row.tokens.numel()
-    padding = -length % alignment
-    cu_seqlens = row.cu_seqlens
-    if padding:
-        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding])
-    return _Batch(
-        index=index,
-        length=length,
-        tokens=torch.nn.functional.pad(row.tokens, (0, padding)).to(device),
-        position_ids=torch.cat([row.position_ids, torch.arange(padding)]).to(device),
-        cu_seqlens=cu_seqlens.to(device),
-        max_seqlen=max(row.max_seqlen, padding),
-        temperature=torch.nn.functional.pad(row.temperature, (0, padding), value=1.0).to(device),
-    )
-
-
-def _packed(batch: _Batch) -> PackedSeqParams:
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
-        max_seqlen_q=batch.max_seqlen,
-        max_seqlen_kv=batch.max_seqlen,
-    )
+        outputs = raw[0, :, 0].float()
+    else:
+        outputs = hidden_logprobs(
+            raw[0],
+            model.output_weight,
+            batch.targets,
+            batch.temperature,
+            vocabulary=model.hf_config["vocab_size"],
+            entropy=entropy,
+        )
+    return shift_to_tokens(batch.whole(outputs), batch.row_cu_seqlens)
 
 
 def _check_row_count(rows: list[Row]) -> None:

@@ -18,6 +18,9 @@ from torch import Tensor, distributed
 from megasao.ops.backend import configured
 from megasao.ops.reference import logprobs_reference
 
+_NEVER = -1e30
+"""Logit of a token that does not exist."""
+
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CHUNK_BYTES = 2**28
 """Logits of one chunk by default. The backward pass holds up to three tensors of this size."""
@@ -33,16 +36,26 @@ def token_logprobs(
     temperature: Tensor | float = 1.0,
     entropy: bool = False,
     group: distributed.ProcessGroup | None = None,
+    vocabulary: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``chunked_logprobs`` or the plain computation, as ``ops.backend`` and ``ops.logprob_chunk`` say."""
     config = configured()
-    if config.backend != "reference":
-        chunk = config.logprob_chunk
-        return chunked_logprobs(
-            hidden, weight, targets, temperature=temperature, chunk=chunk, entropy=entropy, group=group
+    if config.backend == "reference":
+        vocabulary = _vocabulary(weight, group, vocabulary)
+        scale = _check(hidden, weight, targets, temperature, vocabulary)
+        return logprobs_reference(
+            hidden, weight, targets, scale=scale, entropy=entropy, group=group, vocabulary=vocabulary
         )
-    scale = _check(hidden, weight, targets, temperature, group)
-    return logprobs_reference(hidden, weight, targets, scale=scale, entropy=entropy, group=group)
+    return chunked_logprobs(
+        hidden,
+        weight,
+        targets,
+        temperature=temperature,
+        chunk=config.logprob_chunk,
+        entropy=entropy,
+        group=group,
+        vocabulary=vocabulary,
+    )
 
 
 def default_chunk(rows: int, dtype: torch.dtype) -> int:
@@ -59,6 +72,7 @@ def chunked_logprobs(
     chunk: int | None = None,
     entropy: bool = False,
     group: distributed.ProcessGroup | None = None,
+    vocabulary: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target under ``softmax(hidden @ weight^T / temperature)``.
 
@@ -74,6 +88,8 @@ def chunked_logprobs(
         entropy: also give the entropy of each law, in nats, with gradient.
         group: ranks that the vocabulary is split over; None for one. Collective over it, forward and backward. As in
             Megatron's output layer, the gradient of ``hidden`` is complete on every rank.
+        vocabulary: ids that there are; the rows of ``weight`` after them are filling, and have probability 0. None is
+            every row.
 
     Returns:
         (logprobs, entropies), [T] in float32 (float64 for float64 inputs); entropies is None unless asked for.
@@ -81,12 +97,13 @@ def chunked_logprobs(
     Raises:
         ValueError: a shape, dtype, device or number is not as above.
     """
-    scale = _check(hidden, weight, targets, temperature, group)
+    vocabulary = _vocabulary(weight, group, vocabulary)
+    scale = _check(hidden, weight, targets, temperature, vocabulary)
     if chunk is None:
         chunk = default_chunk(len(weight), scale.dtype)
     elif chunk < 1:
         raise ValueError(f"chunk: expected a number >= 1, got {chunk}")
-    logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, targets, scale, chunk, entropy, group)
+    logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, targets, scale, chunk, entropy, group, vocabulary)
     return logprobs, entropies if entropy else None
 
 
@@ -103,8 +120,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk: int,
         entropy: bool,
         group: distributed.ProcessGroup | None,
+        vocabulary: int,
     ) -> tuple[Tensor, Tensor]:
-        shard = _Shard(weight, group)
+        shard = _Shard(weight, group, vocabulary)
         logprobs, normalisers = (torch.empty_like(scale) for _ in range(2))
         entropies = torch.empty_like(scale) if entropy else scale.new_empty(0)
         for part in _chunks(len(targets), chunk):
@@ -116,14 +134,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 law = (logits - normalisers[part, None]).exp_()
                 entropies[part] = normalisers[part] - shard.sum(law.mul_(logits).sum(dim=-1))
         ctx.save_for_backward(hidden, weight, targets, scale, normalisers, entropies)
-        ctx.settings = chunk, entropy, group
+        ctx.settings = chunk, entropy, group, vocabulary
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, scale, normalisers, entropies = ctx.saved_tensors
-        chunk, entropy, group = ctx.settings
-        shard = _Shard(weight, group)
+        chunk, entropy, group, vocabulary = ctx.settings
+        shard = _Shard(weight, group, vocabulary)
         to_logprobs, to_entropies = gradients
         for_hidden = torch.empty_like(hidden)
         # Chunks add up in the accuracy of the logits: bfloat16 would lose all but the first.
@@ -143,16 +161,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
             for_hidden[part] = shard.sum(gradient @ weight)
             if for_weight is not None:
                 _add_product(for_weight, gradient, hidden[part])
-        return (for_hidden, None if for_weight is None else for_weight.to(weight.dtype), *[None] * 5)
+        return (for_hidden, None if for_weight is None else for_weight.to(weight.dtype), *[None] * 6)
 
 
 class _Shard:
     """This rank's part of the vocabulary, and the reductions over all parts."""
 
-    def __init__(self, weight: Tensor, group: distributed.ProcessGroup | None) -> None:
+    def __init__(self, weight: Tensor, group: distributed.ProcessGroup | None, vocabulary: int) -> None:
         self.weight, self.group = weight, group
         self.alone = group is None or distributed.get_world_size(group) == 1
         self.start = 0 if self.alone else distributed.get_rank(group) * len(weight)
+        self.real = min(max(vocabulary - self.start, 0), len(weight))
 
     def logits(self, hidden: Tensor, scale: Tensor) -> Tensor:
         """[t, V / ranks], in the dtype of ``scale``: in bfloat16 they would be off by up to 0.4 %."""
@@ -164,7 +183,11 @@ class _Shard:
             logits, wide = scale.new_empty(len(hidden), len(self.weight)), hidden.to(scale.dtype)
             for rows in _chunks(len(self.weight), WIDENED_ROWS):
                 logits[:, rows] = wide @ self.weight[rows].to(scale.dtype).T
-        return logits.mul_(scale[:, None])
+        logits.mul_(scale[:, None])
+        if self.real < len(self.weight):
+            # Finite: an infinite logit times probability 0 is no number.
+            logits[:, self.real :] = _NEVER
+        return logits
 
     def sum(self, parts: Tensor) -> Tensor:
         """The sum over ranks."""
@@ -221,18 +244,29 @@ def _inverse_temperature(temperature: Tensor | float, hidden: Tensor) -> Tensor:
     return value.reciprocal().expand(tokens).contiguous()
 
 
+def _vocabulary(weight: Tensor, group: distributed.ProcessGroup | None, vocabulary: int | None) -> int:
+    """The ids that there are: all rows of all ranks, unless said otherwise."""
+    if weight.dim() != 2:
+        raise ValueError(f"weight: expected shape [V, H], got {list(weight.shape)}")
+    rows = len(weight) * (1 if group is None else distributed.get_world_size(group))
+    vocabulary = rows if vocabulary is None else vocabulary
+    if not 0 < vocabulary <= rows:
+        raise ValueError(f"vocabulary: expected between 1 and the {rows} rows of weight on all ranks, got {vocabulary}")
+    return vocabulary
+
+
 def _check(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     temperature: Tensor | float,
-    group: distributed.ProcessGroup | None,
+    vocabulary: int,
 ) -> Tensor:
     """1 / temperature [T] in the dtype of the results, if all arguments are right."""
     scale = _inverse_temperature(temperature, hidden)
     if hidden.dim() != 2 or hidden.dtype not in FLOATS:
         raise ValueError(f"hidden: expected floats of shape [T, H], got {hidden.dtype} {list(hidden.shape)}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype:
+    if weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype:
         raise ValueError(
             f"weight: expected {hidden.dtype} of shape [V, {hidden.shape[1]}], got {weight.dtype} {list(weight.shape)}"
         )
@@ -240,7 +274,6 @@ def _check(
         raise ValueError(f"targets: expected int64 of shape [{len(hidden)}], got {targets.dtype} {list(targets.shape)}")
     if weight.device != hidden.device or targets.device != hidden.device:
         raise ValueError(f"weight, targets: expected device {hidden.device}, got {weight.device} and {targets.device}")
-    vocabulary = weight.shape[0] * (1 if group is None else distributed.get_world_size(group))
     if targets.numel() and not bool(((targets >= 0) & (targets < vocabulary)).all()):
         raise ValueError(
             f"targets: expected ids in [0, {vocabulary}), got {int(targets.min())} to {int(targets.max())}"

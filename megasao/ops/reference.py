@@ -244,11 +244,14 @@ def logprobs_reference(
     scale: Tensor,
     entropy: bool,
     group: distributed.ProcessGroup | None,
+    vocabulary: int,
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probability of each target, entropy or None) from the logits of all tokens, [T, V / ranks]."""
     ranks = 1 if group is None else distributed.get_world_size(group)
     start = len(weight) * distributed.get_rank(group) if ranks > 1 else 0
     logits = (_ToRanks.apply(hidden, group) @ weight.T).to(scale.dtype) * scale[:, None]
+    ids = torch.arange(start, start + len(weight), device=logits.device)
+    logits = torch.where(ids < vocabulary, logits, -1e30)  # rows after that are filling
     largest = logits.detach().amax(dim=-1)
     if ranks > 1:
         distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=group)

@@ -51,6 +51,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         )
         axes[1].set_ylim(-0.5, 1)
         draw_curves(axes[2], runs, "critic/grad_norm", "gradient norm of the critic", arms=NAMES, smooth=10)
+        axes[2].set_yscale("log")
         draw_curves(axes[3], runs, "actor/masked_high", "share of tokens above the band", arms=NAMES, smooth=10)
 
 

@@ -65,11 +65,12 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 COLLAPSE = Study(
     name="collapse",
     arms=COLLAPSE_ARMS,
-    model={"hidden": 64, "layers": 2, "experts": 0, "moe_hidden": 0},
+    model={"hidden": 128, "layers": 2, "experts": 0, "moe_hidden": 0},
     numbers=numbers,
     draw=draw,
     quick=(
-        "sft.steps=24",
+        "environment.options.operations=1",
+        "sft.steps=60",
         "sft.optimizer.warmup_steps=4",
         "loop.steps=6",
         "loop.batch_size=32",

@@ -54,11 +54,12 @@ STALENESS = Study(
         for objective, changes in OBJECTIVES.items()
         for bound in BOUNDS[objective]
     ),
-    model={"hidden": 64, "layers": 2, "experts": 0, "moe_hidden": 0},
+    model={"hidden": 128, "layers": 2, "experts": 0, "moe_hidden": 0},
     numbers=numbers,
     draw=draw,
     quick=(
-        "sft.steps=24",
+        "environment.options.operations=1",
+        "sft.steps=60",
         "sft.optimizer.warmup_steps=4",
         "loop.steps=14",
         "loop.batch_size=32",

@@ -81,4 +81,5 @@ class Player:
             temperature=temperature,
             min_version=0,
             want_logprobs=key.is_training and self._config.wants_logprobs,
+            want_versions=True,
         )

@@ -45,7 +45,7 @@ def _summary(values: Sequence[float | None]) -> str:
     """Mean ± deviation, with n where some runs have no number."""
     found = [value for value in values if value is not None]
     if not found:
-        return "never"
+        return "–"
     text = _shown(fmean(found))
     if len(found) > 1:
         text += f" ± {_shown(stdev(found))}"

@@ -16,6 +16,7 @@ from megasao.algorithms.objectives import Objective, PolicyInputs, make_objectiv
 from megasao.config import Config
 from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.optimizer import Optimizer, build_optimizer
+from megasao.megatron.options import passed_on
 from megasao.megatron.runtime import Topology
 from megasao.megatron.step import forward_backward, forward_only
 from megasao.ops.reference import Stats
@@ -40,7 +41,13 @@ class Actor:
         """The policy of the Hugging Face checkpoint at ``path``."""
         model = build_model("actor", path, config)
         reference = build_model("actor", path, config, frozen=True) if config.algorithm.kl.coefficient else None
-        return cls(model, build_optimizer(model, config.actor.optimizer), topology, config, reference)
+        return cls(
+            model,
+            build_optimizer(model, config.actor.optimizer, passed_on("optimizer", config)),
+            topology,
+            config,
+            reference,
+        )
 
     def logprobs(self, batch: Batch) -> list[torch.Tensor]:
         """float32 [T] per row: log p of each token given those before it, at its sampling temperature."""

@@ -3,29 +3,35 @@
 Layout: ``checkpoints/step_000050/{actor/, critic/, rng-<rank>.safetensors, trainer.json, estimator.json,
 controller.json, COMPLETE}`` and the pointer file ``checkpoints/latest``. Without a critic there is no ``critic/``.
 
-Invariants:
+Invariants (tests assert them):
 - ``COMPLETE`` is written last, ``latest`` after it; a directory without ``COMPLETE`` is never loaded;
-- a resumed run continues bit for bit on the same layout.
+- what is saved is the state at :func:`begin`, however long the writing takes;
+- a resumed run continues bit for bit on the same layout, and to rounding on another one.
 """
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
 from megasao.config.rundir import RunDirectory, write_atomically
-from megasao.megatron.checkpoint import load_model, save_model
-from megasao.megatron.runtime import Topology
+from megasao.megatron.bridge.export import sync
+from megasao.megatron.checkpoint import ModelSnapshot, load_model, take_snapshot
+from megasao.megatron.runtime import Topology, gather_counts
 from megasao.training.actor import Actor
 from megasao.training.critic import Critic
 from megasao.training.estimator import Estimator
 
 COMPLETE = "COMPLETE"
 LATEST = "latest"
+_RUNNING, _WRITTEN, _FAILED = range(3)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,70 @@ def latest_checkpoint(run: RunDirectory) -> Path | None:
     return directory
 
 
-def save(
+@dataclass
+class Pending:
+    """A checkpoint that is being written. Every rank has one and calls the same methods in the same order."""
+
+    run: RunDirectory
+    progress: Progress
+    topology: Topology
+    models: dict[str, ModelSnapshot]
+    rng: dict[str, torch.Tensor]
+    documents: dict[str, str]
+    """Files of rank 0, by name; empty on the others."""
+    error: BaseException | None = field(default=None, init=False)
+    _writer: threading.Thread | None = field(default=None, init=False)
+
+    @property
+    def directory(self) -> Path:
+        """Where it will be."""
+        return self.run.checkpoints / f"step_{self.progress.step:06d}"
+
+    def start(self) -> None:
+        """Write this rank's part in the background."""
+        self._writer = threading.Thread(target=self._write, name=f"checkpoint-{self.directory.name}", daemon=True)
+        self._writer.start()
+
+    def written(self) -> bool:
+        """Whether every rank has written its part. Collective.
+
+        Raises:
+            RuntimeError: a rank could not; on every rank, with the reason on the rank itself.
+        """
+        assert self._writer is not None, "start() comes first"
+        mine = _RUNNING if self._writer.is_alive() else _FAILED if self.error is not None else _WRITTEN
+        states = gather_counts(mine)
+        failed = [rank for rank, state in enumerate(states) if state == _FAILED]
+        if failed:
+            reason = self.error or "its own message says why"
+            raise RuntimeError(f"rank {failed[0]} could not write {self.directory}: {reason}") from self.error
+        return all(state == _WRITTEN for state in states)
+
+    def complete(self, keep: int) -> Path:
+        """Make it the latest checkpoint and remove old ones. After :meth:`written`; every rank enters."""
+        if self.topology.rank == 0:
+            for name, snapshot in self.models.items():
+                snapshot.write_manifest(self.directory / name)
+            for name, text in self.documents.items():
+                write_atomically(self.directory / name, text)
+            write_atomically(self.directory / COMPLETE, "")
+            write_atomically(self.run.checkpoints / LATEST, self.directory.name)
+            prune(self.run, keep)
+        self.topology.barrier()
+        return self.directory
+
+    def _write(self) -> None:
+        try:
+            for name, snapshot in self.models.items():
+                snapshot.write(self.directory / name)
+            rng = self.directory / f"rng-{self.topology.rank}.safetensors"
+            save_file(self.rng, rng)
+            sync(rng)
+        except Exception as error:  # told to every rank by written()
+            self.error = error
+
+
+def begin(
     run: RunDirectory,
     progress: Progress,
     actor: Actor,
@@ -62,29 +131,29 @@ def save(
     topology: Topology,
     *,
     controller_state: dict[str, Any] | None,
-    keep: int,
-) -> Path:
-    """Write the checkpoint after ``progress.step`` steps; every rank enters. Only rank 0 has the controller's state."""
-    directory = run.checkpoints / f"step_{progress.step:06d}"
-    if topology.rank == 0:
-        if directory.exists():
-            shutil.rmtree(directory)
-        directory.mkdir(parents=True)
-    topology.barrier()
-    save_model(actor.model, actor.optimizer, directory / "actor")
+) -> Pending:
+    """Take the state after ``progress.step`` steps and start to write it; every rank enters.
+
+    Only rank 0 has the controller's state. Training may go on at once; see :class:`Pending` for how it ends.
+    """
+    models = {"actor": take_snapshot(actor.model, actor.optimizer)}
     if critic is not None:
-        save_model(critic.model, critic.optimizer, directory / "critic")
-    save_file({"torch": torch.get_rng_state()}, directory / f"rng-{topology.rank}.safetensors")
-    topology.barrier()
+        models["critic"] = take_snapshot(critic.model, critic.optimizer)
+    documents = {}
     if topology.rank == 0:
-        write_atomically(directory / "trainer.json", json.dumps(asdict(progress), indent=2))
-        write_atomically(directory / "estimator.json", json.dumps(estimator.state()))
-        write_atomically(directory / "controller.json", json.dumps(controller_state, indent=2))
-        write_atomically(directory / COMPLETE, "")
-        write_atomically(run.checkpoints / LATEST, directory.name)
-        prune(run, keep)
+        documents = {
+            "trainer.json": json.dumps(asdict(progress), indent=2),
+            "estimator.json": json.dumps(estimator.state()),
+            "controller.json": json.dumps(controller_state, indent=2),
+        }
+    pending = Pending(run, progress, topology, models, _rng_states(), documents)
+    if topology.rank == 0:
+        if pending.directory.exists():
+            shutil.rmtree(pending.directory)
+        pending.directory.mkdir(parents=True)
     topology.barrier()
-    return directory
+    pending.start()
+    return pending
 
 
 def prune(run: RunDirectory, keep: int) -> None:
@@ -100,9 +169,20 @@ def prune(run: RunDirectory, keep: int) -> None:
 
 
 def restore(
-    run: RunDirectory, actor: Actor, critic: Critic | None, estimator: Estimator, topology: Topology
+    run: RunDirectory,
+    actor: Actor,
+    critic: Critic | None,
+    estimator: Estimator,
+    topology: Topology,
+    tell: Callable[[str], None] = print,
 ) -> Progress:
-    """Load the latest checkpoint into the roles, or leave them as they are; every rank enters."""
+    """Load the latest checkpoint into the roles, or leave them as they are; every rank enters.
+
+    ``tell`` is given a message on rank 0 for each directory that was begun and never completed.
+    """
+    if topology.rank == 0:
+        for path in incomplete_checkpoints(run):
+            tell(f"checkpoint {path.name} was not completed (no file {COMPLETE}) and is skipped")
     directory = latest_checkpoint(run)
     if directory is None:
         return Progress()
@@ -114,5 +194,29 @@ def restore(
     if critic is not None:
         load_model(critic.model, critic.optimizer, directory / "critic")
     estimator.load(json.loads((directory / "estimator.json").read_text(encoding="utf-8")))
-    torch.set_rng_state(load_file(directory / f"rng-{topology.rank}.safetensors")["torch"])
+    _restore_rng(directory, topology)
     return Progress(**json.loads((directory / "trainer.json").read_text(encoding="utf-8")))
+
+
+def incomplete_checkpoints(run: RunDirectory) -> list[Path]:
+    """Directories of checkpoints that lack their last file, oldest first."""
+    return sorted(path for path in run.checkpoints.glob("step_*") if not (path / COMPLETE).exists())
+
+
+def _rng_states() -> dict[str, torch.Tensor]:
+    """This rank's generators: torch's, and those that Megatron keeps by name."""
+    named = {f"megatron:{name}": state.cpu().clone() for name, state in get_cuda_rng_tracker().get_states().items()}
+    return {"torch": torch.get_rng_state(), **named}
+
+
+def _restore_rng(directory: Path, topology: Topology) -> None:
+    """A rank that the saving layout did not have keeps the state that its seed gave it."""
+    file = directory / f"rng-{topology.rank}.safetensors"
+    if not file.exists():
+        return
+    states = load_file(file)
+    torch.set_rng_state(states.pop("torch"))
+    tracker = get_cuda_rng_tracker()
+    known = tracker.get_states()
+    found = {name.removeprefix("megatron:"): state for name, state in states.items()}
+    tracker.set_states({name: found.get(name, state).to(state.device) for name, state in known.items()})

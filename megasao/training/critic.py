@@ -16,6 +16,7 @@ from megasao.config import Config
 from megasao.megatron.checkpoint import load_model
 from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.optimizer import Optimizer, build_optimizer
+from megasao.megatron.options import passed_on
 from megasao.megatron.runtime import Topology
 from megasao.megatron.step import forward_backward, forward_only
 from megasao.ops.reference import Stats
@@ -40,11 +41,11 @@ class Critic:
         ValueError: ``start`` is incomplete, or of another model or role.
         """
         model = build_model("critic", path, config)
-        critic = cls(model, build_optimizer(model, config.value_model.optimizer), topology, config)
+        optimizer = build_optimizer(model, config.value_model.optimizer, passed_on("optimizer", config))
         if start is not None:
-            load_model(model, critic.optimizer, start)
-            critic.optimizer.reset()
-        return critic
+            load_model(model, optimizer, start)
+            optimizer.reset()
+        return cls(model, optimizer, topology, config)
 
     def values(self, batch: Batch) -> list[torch.Tensor]:
         """float32 [T] per row: V of the tokens before each token."""

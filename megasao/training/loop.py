@@ -24,7 +24,7 @@ from megasao.observability.metrics import MetricsWriter
 from megasao.training import checkpoint
 from megasao.training.actor import Actor
 from megasao.training.batch import Batch
-from megasao.training.checkpoint import Progress
+from megasao.training.checkpoint import Pending, Progress
 from megasao.training.critic import Critic
 from megasao.training.estimator import Estimator
 from megasao.training.examples import example_rows
@@ -63,6 +63,8 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     last_checkpoint: dict[str, float | None] = field(default_factory=dict)
     """Time of the checkpoint before this step, for the step's line."""
+    pending: Pending | None = None
+    """A checkpoint that is still being written."""
 
     def train(self) -> None:
         """Run the configured steps from the latest checkpoint to the end."""
@@ -136,14 +138,17 @@ class Trainer:
             ask(self.client, request, Status)
 
     def checkpoint_when_due(self, *, final: bool = False) -> None:
-        """Save at every multiple of ``every`` steps, and at the end."""
+        """Save at every multiple of ``every`` steps, and at the end; complete what was begun before."""
         every = self.config.checkpoint.every
-        if not (final or (every > 0 and self.progress.step % every == 0)):
+        due = final or (every > 0 and self.progress.step % every == 0)
+        if self.pending is not None and (due or self.pending.written()):
+            self.complete_checkpoint()
+        if not due:
             return
         state = None
         if self.topology.rank == 0:
             state = ask(self.client, StateRequest(step=self.progress.step), State).state
-        checkpoint.save(
+        self.pending = checkpoint.begin(
             self.run,
             self.progress,
             self.actor,
@@ -151,13 +156,34 @@ class Trainer:
             self.estimator,
             self.topology,
             controller_state=state,
-            keep=self.config.checkpoint.keep,
         )
+        if final or not self.config.checkpoint.asynchronous:
+            self.complete_checkpoint()
+
+    def complete_checkpoint(self) -> None:
+        """Wait until the pending checkpoint is written, at most ``checkpoint.timeout_s``, and make it the latest.
+
+        The ranks wait together, question by question, as for evaluations. TimeoutError names the directory.
+        """
+        assert self.pending is not None
+        deadline = time.monotonic() + self.config.checkpoint.timeout_s
+        while not self.pending.written():
+            self.source.lifesign.beat()
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{self.pending.directory} was not written within "
+                    f"checkpoint.timeout_s = {self.config.checkpoint.timeout_s:g} s"
+                )
+            time.sleep(0.05)
+        self.pending.complete(self.config.checkpoint.keep)
         if self.topology.rank == 0:
-            ask(self.client, CheckpointSaved(step=self.progress.step), Status)
+            ask(self.client, CheckpointSaved(step=self.pending.progress.step), Status)
+        self.pending = None
 
     def finish(self) -> None:
         """Last checkpoint, last evaluation, the policy as a Hugging Face checkpoint; then stop the run."""
+        if self.pending is not None:
+            self.complete_checkpoint()
         if checkpoint_missing(self.run, self.progress):
             self.checkpoint_when_due(final=True)
         self.evaluate_when_due(final=True)

@@ -23,6 +23,7 @@ from megasao.environments.registry import make_environment
 from megasao.megatron.bridge import save_hf
 from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.optimizer import Optimizer, build_optimizer
+from megasao.megatron.options import passed_on
 from megasao.megatron.runtime import Topology
 from megasao.megatron.step import forward_backward
 from megasao.observability.metrics import MetricsWriter
@@ -107,7 +108,7 @@ def fine_tune(
         environment, codec, sft.demonstrations, config.run.seed, max_tokens=config.environment.max_tokens
     )
     model = build_model("actor", Path(config.model.path), config)
-    optimizer = build_optimizer(model, sft.optimizer)
+    optimizer = build_optimizer(model, sft.optimizer, passed_on("optimizer", config))
     trajectories = [as_trajectory(d, number) for number, d in enumerate(demonstrations)]
     source = batches(trajectories, sft.batch_size, config.run.seed)
     lifesign = LifeSign(run.heartbeat(f"sft-{topology.rank}"))

@@ -59,6 +59,26 @@ def test_equals_the_plain_computation(chunk: int, entropy: bool) -> None:
     assert not torch.allclose(cold, expected, atol=1e-2), "without temperature the comparison fails"
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_filling_rows_of_the_weight_do_not_exist(backend: str) -> None:
+    case, real = inputs(), V - 3
+    case |= {"targets": case["targets"] % real}
+    expected, expected_entropies = plain(**(case | {"weight": case["weight"][:real]}))
+    wanted = torch.autograd.grad(weighted(expected, expected_entropies), (case["hidden"], case["weight"]))
+    configure(OpsConfig(backend=backend, logprob_chunk=7))  # type: ignore[arg-type]
+    try:
+        logprobs, entropies = token_logprobs(**case, entropy=True, vocabulary=real)
+    finally:
+        configure(OpsConfig())
+    got = torch.autograd.grad(weighted(logprobs, entropies), (case["hidden"], case["weight"]))
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(entropies, expected_entropies)
+    torch.testing.assert_close(got, wanted)
+    assert not torch.allclose(chunked_logprobs(**case)[0], expected, atol=1e-2), "they would count otherwise"
+    with pytest.raises(ValueError, match="vocabulary"):
+        chunked_logprobs(**case, vocabulary=V + 1)
+
+
 def test_gradcheck_in_float64() -> None:
     case = inputs()
     fixed = {"targets": case["targets"], "temperature": case["temperature"]}
@@ -161,7 +181,7 @@ def _rank(rank: int, ranks: int, store: str, results: str) -> None:
     saved = []
     for logprobs, entropies in (
         chunked_logprobs(**fixed, temperature=case["temperature"], chunk=7),
-        logprobs_reference(**fixed, scale=scale),
+        logprobs_reference(**fixed, scale=scale, vocabulary=V),
     ):
         gradients = torch.autograd.grad(weighted(logprobs, entropies), (case["hidden"], part))
         saved.append([logprobs.detach(), entropies.detach(), *gradients])

@@ -3,19 +3,25 @@
 Tensors go to files: rank 0 writes ``payload["out"]`` with safetensors.
 """
 
+import gc
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megasao.config import Config
-from megasao.megatron import runtime
+from megasao.config.model import ParallelConfig
+from megasao.megatron import context, models, runtime
+from megasao.megatron import optimizer as optimizers
 from megasao.megatron.bridge import export_hf, export_tensors, load_hf, save_hf
 from megasao.megatron.checkpoint import load_model, save_model
 from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.optimizer import MOMENTS, Optimizer, build_optimizer
+from megasao.megatron.options import passed_on
 from megasao.megatron.rows import Row
 from megasao.megatron.runtime import Topology
 from megasao.megatron.step import LossFunction, forward_backward, forward_only
@@ -122,6 +128,66 @@ def resume_trained(payload: Payload) -> Any:
     return None
 
 
+def repeat_step(payload: Payload) -> Any:
+    """Steps on the same rows: the loss of each, and dtypes; writes what Adam updates, before and after."""
+    config, topology = _start(payload)
+    model = build_model(payload["role"], Path(payload["path"]), config)
+    optimizer = build_optimizer(model, config.actor.optimizer, passed_on("optimizer", config))
+    _write(payload, "start", export_tensors(model, _main(optimizer)))
+    losses = []
+    for _ in range(payload["steps"]):
+        losses.append(_train_step(model, optimizer, topology, payload | {"out": None}, 0)[0])
+    _write(payload, "end", export_tensors(model, _main(optimizer)))
+    parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
+    tensors = {
+        "parameter": parameters,
+        "gradient": [parameter.main_grad for parameter in parameters],
+        "main": [optimizer.main(parameter) for parameter in parameters],
+        "exp_avg": [optimizer.moment(parameter, "exp_avg") for parameter in parameters],
+    }
+    return [losses, {name: sorted({str(t.dtype) for t in found}) for name, found in tensors.items()}]
+
+
+def passed_options(payload: Payload) -> Any:
+    """What of the section ``megatron`` has arrived."""
+    config, _ = _start(payload)
+    model = build_model("actor", Path(payload["path"]), config)
+    optimizer = build_optimizer(model, config.actor.optimizer, passed_on("optimizer", config))
+    return {
+        **{
+            name: getattr(model.transformer_config, name)
+            for name in ("moe_router_dtype", "recompute_granularity", "recompute_modules")
+        },
+        "log_num_zeros_in_grad": optimizer.megatron.config.log_num_zeros_in_grad,
+        "main_grads_dtype": str(optimizer.megatron.config.main_grads_dtype),
+        "bucket_size": model.chunks[0].ddp_config.bucket_size,
+        "buckets": len(model.chunks[0].bucket_groups),
+    }
+
+
+def arguments_set(payload: Payload) -> Any:
+    """Names of the arguments that the three dataclasses are given without any options."""
+    config, _ = _start(payload)
+    given: dict[str, list[str]] = {}
+
+    def recording(kind: str, dataclass: Any) -> Any:
+        def make(**arguments: Any) -> Any:
+            given[kind] = sorted(arguments.keys() - models._kernel_settings().keys())
+            return dataclass(**arguments)
+
+        return make
+
+    with (
+        patch.object(models, "TransformerConfig", recording("model", models.TransformerConfig)),
+        patch.object(
+            models, "DistributedDataParallelConfig", recording("gradients", models.DistributedDataParallelConfig)
+        ),
+        patch.object(optimizers, "MegatronOptimizerConfig", recording("optimizer", optimizers.MegatronOptimizerConfig)),
+    ):
+        build_optimizer(build_model("actor", Path(payload["path"]), config), config.actor.optimizer)
+    return given
+
+
 def load_checkpoint_errors(payload: Payload) -> Any:
     """The message with which each of ``directories`` is refused."""
     config, _ = _start(payload)
@@ -158,11 +224,12 @@ def idle_rank(payload: Payload) -> Any:
 def split_gradients(payload: Payload) -> Any:
     """Gradients of one sum over all sequences, cut into rows of ``sequences_per_row``, dealt to data-parallel ranks."""
     config, topology = _start(payload)
+    context.TILE = payload.get("tile", 1024)
     model = build_model("actor", Path(payload["path"]), config)
     build_optimizer(model, config.actor.optimizer).zero_grad()
-    sequences, size = payload["sequences"], payload["sequences_per_row"]
+    sequences, size, temperature = payload["sequences"], payload["sequences_per_row"], payload.get("temperature", 0.7)
     rows = [
-        Row.from_sequences(sequences[start : start + size], [0.7] * len(sequences[start : start + size]))
+        Row.from_sequences(sequences[start : start + size], [temperature] * len(sequences[start : start + size]))
         for start in range(0, len(sequences), size)
     ][topology.data_rank :: topology.data_size]
     forward_backward(model, rows, lambda index, values: (-values.sum() / 100.0, {}))
@@ -219,6 +286,18 @@ def layout_errors(payload: Payload) -> Any:
     return ""
 
 
+def threads_over_layouts(payload: Payload) -> Any:
+    """Threads of this process after each of a few layouts, made and cleared."""
+    found = []
+    for layout in payload["layouts"]:
+        runtime.set_layout(ParallelConfig(**layout), seed=1)
+        runtime.clear_layout()
+        gc.collect()
+        torch.distributed.barrier()
+        found.append(len(os.listdir("/proc/self/task")))
+    return found
+
+
 def fail_on(payload: Payload) -> Any:
     """Raise on one rank, while the other waits for it in a collective."""
     if torch.distributed.get_rank() == payload["rank"]:
@@ -238,6 +317,8 @@ def _start(payload: Payload) -> tuple[Config, Topology]:
     config: Config = make_config(
         Path(payload["path"]), payload.get("parallel"), payload.get("model"), **payload.get("critic", {})
     )
+    changes = {key: payload[key] for key in ("megatron", "trainer") if key in payload}
+    config = Config.model_validate({**config.model_dump(), **changes})
     return config, runtime.set_layout(config.parallel, seed=1)
 
 
@@ -272,9 +353,9 @@ def _train_step(
     optimizer.zero_grad()
     stats = forward_backward(model, [row for _, row in numbered], lambda index, values: losses[index](index, values))
     if step == 0:
-        _write(payload, "gradients", export_tensors(model, _gradient))
+        _write(payload, "gradients", export_tensors(model, lambda local: optimizer.gradient(local.parameter)))
     total = topology.all_reduce_data(torch.stack([row["loss"] for row in stats]).sum())
-    return total.item(), optimizer.step(1e-3)
+    return total.item(), optimizer.step(payload.get("lr", 1e-3))
 
 
 def _gradient(local: Any) -> Tensor | None:
@@ -285,7 +366,7 @@ def _whole_state(model: MegatronModel, optimizer: Optimizer) -> dict[str, Tensor
     """Weights (those that Adam updates) and Adam's state, whole, on rank 0."""
     whole = {f"weight:{name}": tensor for name, tensor in export_tensors(model, _main(optimizer)).items()}
     for moment in MOMENTS:
-        tensors = export_tensors(model, lambda local, moment=moment: optimizer.moments(local.parameter).get(moment))
+        tensors = export_tensors(model, lambda local, moment=moment: optimizer.moment(local.parameter, moment))
         whole.update({f"{moment}:{name}": tensor for name, tensor in tensors.items()})
     if torch.distributed.get_rank() == 0:
         whole["updates"] = torch.tensor(optimizer.updates())
@@ -307,5 +388,5 @@ def _swap_experts(model: MegatronModel) -> None:
 
 
 def _write(payload: Payload, name: str, tensors: dict[str, Tensor]) -> None:
-    if torch.distributed.get_rank() == 0 and "out" in payload:
+    if torch.distributed.get_rank() == 0 and payload.get("out") is not None:
         save_file(tensors, Path(payload["out"]) / f"{name}.safetensors")

@@ -20,6 +20,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2": {"ranks": 2, "pipeline": 2},
     "TP2 SP": {"ranks": 2, "tensor": 2, "sequence": True, "expert_tensor": 2},
     "TP2 SP EP2": {"ranks": 2, "tensor": 2, "sequence": True, "expert": 2},
+    "DP2 split": {"ranks": 2, "distributed_optimizer": True},
+    "CP2 EP2 split": {"ranks": 2, "context": 2, "expert": 2, "distributed_optimizer": True, "overlap": True},
 }
 
 
@@ -140,7 +142,7 @@ def test_resume_is_bit_exact_and_resharding_keeps_every_bit(
     assert_equal(read(resumed, "state"), read(first, "state"))
     assert_equal(read(resumed, "weights"), read(first, "weights"))
     assert read(first, "state")["updates"].item() == 2
-    for name in ("one", "PP2", "TP2 SP"):
+    for name in ("one", "PP2", "TP2 SP", "DP2 split", "CP2 EP2 split"):
         other = run(f"as {name}", "resume_trained", LAYOUTS[name], 0)
         assert_equal(read(other, "state"), read(first, "state"))
     # Control: without the Adam state the next steps differ.

@@ -42,6 +42,13 @@ def test_layouts_that_cannot_work_are_refused(checkpoint: Path, layout: dict, me
         assert message in result
 
 
+def test_a_layout_that_is_cleared_leaves_no_threads_behind() -> None:
+    """Each idle group has threads that poll: worlds that try many layouts would grind to a halt."""
+    layouts = [{"ranks": 2}, {"ranks": 2, "pipeline": 2}] * 3
+    for threads in run_world(2, "tests.megatron.cases:threads_over_layouts", {"layouts": layouts}):
+        assert threads[-1] <= threads[1] + 3, threads
+
+
 def test_transformer_engine_is_refused_where_it_cannot_be(checkpoint: Path) -> None:
     payload = {"path": str(checkpoint), "model": {"transformer_impl": "transformer_engine"}}
     [message] = run_world(1, "tests.megatron.cases:layout_errors", payload)

@@ -8,6 +8,7 @@ ranks that did not answer. After either the world is ended, and the next call st
 """
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -181,6 +182,7 @@ def _worker(result_descriptor: int) -> None:
             try:
                 answer = {"result": getattr(importlib.import_module(module), name)(task["payload"])}
                 runtime.clear_layout()
+                gc.collect()  # models in reference cycles hold process groups, whose threads poll
             except BaseException:
                 answer = {"error": traceback.format_exc()}
             _write(results, answer)

@@ -30,7 +30,7 @@ def test_mean_deviation_and_number_of_runs_by_arm():
     lines = markdown_table(STUDY, RUNS).splitlines()
     assert lines[2] == "| `a` | 1.5 ± 0.707 | 2 |"
     assert lines[3] == "| `b` | 250 (n = 1) | 2 |", "a run without a number is left out, not counted as 0"
-    assert "never" in markdown_table(STUDY, [run_of("b", 0, [None])])
+    assert "| – |" in markdown_table(STUDY, [run_of("b", 0, [None])])
 
 
 def test_every_run_is_a_line_of_the_csv(tmp_path: Path):

@@ -1,6 +1,9 @@
 """What test worlds run for the training step: JSON payload in, JSON out; tensors go to ``payload["out"]``."""
 
 import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,13 @@ from megasao.config import Config
 from megasao.config.algorithm import GpgObjective, ObjectiveOptions
 from megasao.config.load import load_config
 from megasao.config.rundir import RunDirectory
-from megasao.megatron import runtime
+from megasao.megatron import context, runtime
 from megasao.megatron.bridge import export_hf, export_tensors
-from megasao.megatron.checkpoint import load_model, save_model
+from megasao.megatron.checkpoint import ModelSnapshot, load_model, save_model
 from megasao.megatron.models import MegatronModel, build_model
-from megasao.megatron.optimizer import build_optimizer
+from megasao.megatron.optimizer import Optimizer, build_optimizer
+from megasao.megatron.runtime import Topology
+from megasao.training import checkpoint
 from megasao.training.actor import Actor
 from megasao.training.batch import Batch, pack_trajectories
 from megasao.training.critic import Critic
@@ -68,15 +73,41 @@ def grouped(rows: list[Trajectory], size: int) -> list[Trajectory]:
 
 
 def sao_steps(payload: Payload) -> Any:
-    """Whole SAO steps under a layout: metrics of each; weights at the end and gradients of the last to files.
+    """Whole SAO steps under a layout: metrics of each; weights at the end and gradients of the first to files.
 
-    ``mutation`` = "local_denominator" divides by the rank's own action tokens, the mistake that the layouts must show.
+    ``mutation`` is a mistake that must show: "local_denominator" divides by the rank's own action tokens; "batched_p2p"
+    lets pipeline stages send as Megatron does by default; "unsummed_context" takes gradients of gathered keys for
+    complete; "ungathered_weights" goes on with weights of which other ranks have updated their part.
     """
     config = sao_config(payload)
     topology = runtime.set_layout(config.parallel, seed=1)
     actor = Actor.build(Path(payload["path"]), config, topology)
     critic = Critic.build(Path(payload["path"]), config, topology) if config.critic is not None else None
     estimator = Estimator(config.algorithm, topology.all_reduce_data)
+    with _mistake(payload.get("mutation"), actor):
+        return _run_steps(payload, config, topology, actor, critic, estimator)
+
+
+@contextmanager
+def _mistake(name: str | None, actor: Actor) -> Iterator[None]:
+    """Do something wrong, on purpose, inside the block."""
+    gather = context.gather_tokens
+    if name == "batched_p2p":
+        actor.model.transformer_config.overlap_p2p_comm = False
+        actor.model.transformer_config.batch_p2p_comm = True
+    if name == "unsummed_context":
+        context.gather_tokens = lambda part, order: context.gather_outputs(part.movedim(0, -1), order).movedim(-1, 0)
+    if name == "ungathered_weights":
+        for chunk in actor.model.chunks:
+            chunk.disable_forward_pre_hook()
+    yield
+    context.gather_tokens = gather
+
+
+def _run_steps(
+    payload: Payload, config: Config, topology: Topology, actor: Actor, critic: Critic | None, estimator: Estimator
+) -> Any:
+    roles = {"actor": actor} | ({"critic": critic} if critic is not None else {})
     metrics = []
     for step in range(payload["steps"]):
         batch = pack_trajectories(
@@ -89,10 +120,10 @@ def sao_steps(payload: Payload) -> Any:
             batch = _local_denominator(batch)
         result = sao_step(actor, critic, estimator, batch, step=step, config=config)
         metrics.append({name: value for name, value in result.metrics.items() if not name.startswith("time/")})
-    models = {"actor": actor.model} | ({"critic": critic.model} if critic is not None else {})
-    for role, model in models.items():
-        _write(payload, f"{role}-weights", export_hf(model))
-        _write(payload, f"{role}-gradients", _gradients(model))
+        for name, role in roles.items() if step == 0 else ():
+            _write(payload, f"{name}-gradients", _gradients(role.model, role.optimizer))
+    for name, role in roles.items():
+        _write(payload, f"{name}-weights", export_hf(role.model))
     return metrics
 
 
@@ -101,8 +132,8 @@ def _local_denominator(batch: Batch) -> Batch:
     return replace(batch, action_tokens=local)
 
 
-def _gradients(model: MegatronModel) -> dict[str, torch.Tensor]:
-    return export_tensors(model, lambda local: local.parameter.main_grad if local.parameter.requires_grad else None)
+def _gradients(model: MegatronModel, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    return export_tensors(model, lambda local: optimizer.gradient(local.parameter))
 
 
 def _write(payload: Payload, name: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -111,13 +142,16 @@ def _write(payload: Payload, name: str, tensors: dict[str, torch.Tensor]) -> Non
 
 
 def sao_config(payload: Payload) -> Config:
-    """Both roles train from the first step; ``settings`` override sections of the config."""
+    """Both roles train from the first step; ``settings`` override sections of the config.
+
+    Adam's eps is large: with the usual one, elements whose gradient is rounding noise move by that noise's sign.
+    """
     config = {
         "run": {"name": "test"},
         "model": {"path": payload["path"]},
         "algorithm": {"objective": {"name": "dis", "eps_low": 0.8, "eps_high": 3.0}},
-        "actor": {"optimizer": {"lr": 1e-3}},
-        "critic": {"optimizer": {"lr": 2e-3}, "warmup_steps": 0, "head_bias": 0.5},
+        "actor": {"optimizer": {"lr": 1e-3, "eps": 1e-4}},
+        "critic": {"optimizer": {"lr": 2e-3, "eps": 1e-4}, "warmup_steps": 0, "head_bias": 0.5},
         "loop": {"steps": 100, "batch_size": 13},
         "parallel": {"ranks": 1},
     }
@@ -146,6 +180,63 @@ def optimizer_after_pushes(payload: Payload) -> Any:
         load_model(actor.model, actor.optimizer, directory)
     _write(payload, "actor-weights", export_hf(actor.model))
     return actor.optimizer.updates()
+
+
+@contextmanager
+def _full_disk() -> Iterator[None]:
+    """No part of a model can be written."""
+    write = ModelSnapshot.write
+
+    def fail(self: ModelSnapshot, directory: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    ModelSnapshot.write = fail  # type: ignore[method-assign]
+    yield
+    ModelSnapshot.write = write  # type: ignore[method-assign]
+
+
+def train_and_save(payload: Payload) -> Any:
+    """Go on from the run's latest checkpoint to ``until`` steps, and save; metrics of the steps, messages, the step.
+
+    With ``more`` the checkpoint is begun ``more`` steps before the end, and completed at the end. ``damage`` makes
+    writing fail on that rank.
+    """
+    config = sao_config(payload)
+    topology = runtime.set_layout(config.parallel, seed=1)
+    run = RunDirectory(Path(payload["run"]))
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    actor = Actor.build(Path(payload["path"]), config, topology)
+    critic = Critic.build(Path(payload["path"]), config, topology)
+    estimator = Estimator(config.algorithm, topology.all_reduce_data)
+    messages: list[str] = []
+    try:
+        progress = checkpoint.restore(run, actor, critic, estimator, topology, messages.append)
+    except ValueError as error:
+        return {"refused": str(error)}
+    metrics, pending = [], None
+    for step in range(progress.step, payload["until"] + payload.get("more", 0)):
+        batch = pack_trajectories(
+            trajectories(step), data_rank=topology.data_rank, data_size=topology.data_size, token_budget=128
+        )
+        metrics.append(sao_step(actor, critic, estimator, batch, step=step, config=config).metrics["actor/loss"])
+        if step + 1 == payload["until"]:
+            progress = replace(progress, step=step + 1)
+            state = {"step": step + 1} if topology.rank == 0 else None
+            with _full_disk() if payload.get("damage") == topology.rank else nullcontext():
+                pending = checkpoint.begin(run, progress, actor, critic, estimator, topology, controller_state=state)
+                while payload.get("damage") == topology.rank and pending.error is None:
+                    time.sleep(0.01)
+    try:
+        while pending is not None and not pending.written():
+            time.sleep(0.01)
+    except RuntimeError as error:
+        return {"failed": str(error)}
+    if pending is not None:
+        pending.complete(keep=2)
+    if "out" in payload:
+        _write(payload, "actor-weights", export_hf(actor.model))
+        _write(payload, "critic-weights", export_hf(critic.model))
+    return {"losses": metrics, "messages": messages, "step": progress.step, "rng": torch.get_rng_state().sum().item()}
 
 
 def own_objective(payload: Payload) -> Any:

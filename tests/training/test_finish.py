@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megasao.config.rollout import EvaluationConfig
+from megasao.config.training import CheckpointConfig
 from megasao.training import loop
 from megasao.training.checkpoint import Progress
 from megasao.training.loop import Trainer
@@ -81,3 +82,76 @@ def test_a_step_killed_in_its_checkpoint_has_its_line(monkeypatch: pytest.Monkey
         Killed(**parts, progress=Progress(step=1)).train_step()
     [(step, line)] = lines
     assert (step, line["reward/mean"], line["critic/loss"]) == (1, 1.0, 2.0)
+
+
+class Written:
+    """A checkpoint that is written after so many questions."""
+
+    def __init__(self, step: int, questions: int) -> None:
+        self.progress, self.directory = Progress(step=step), f"step_{step:06d}"
+        self.questions, self.completed = questions, 0
+
+    def written(self) -> bool:
+        self.questions -= 1
+        return self.questions < 0
+
+    def complete(self, keep: int) -> None:
+        self.completed += 1
+
+
+def saving(monkeypatch: pytest.MonkeyPatch, questions: int, **options: Any) -> tuple[Trainer, list[Written], list[Any]]:
+    """A trainer at step 0 that saves after each second step, the checkpoints it begins, and what it says of them."""
+    begun: list[Written] = []
+    said: list[Any] = []
+
+    def begin(run: Any, progress: Progress, *_: Any, **__: Any) -> Written:
+        begun.append(Written(progress.step, questions))
+        return begun[-1]
+
+    monkeypatch.setattr(loop.checkpoint, "begin", begin)
+    monkeypatch.setattr(loop, "ask", lambda _, message, kind: said.append(message) or SimpleNamespace(state={}))
+    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "client", "publisher"))
+    parts |= {
+        "writer": None,
+        "source": SimpleNamespace(lifesign=SimpleNamespace(beat=lambda: None)),
+        "topology": SimpleNamespace(rank=0),
+        "config": SimpleNamespace(checkpoint=CheckpointConfig(every=2, **options)),
+    }
+    return Trainer(**parts), begun, said
+
+
+def steps(trainer: Trainer, last: int) -> None:
+    for step in range(trainer.progress.step + 1, last + 1):
+        trainer.progress = Progress(step=step)
+        trainer.checkpoint_when_due()
+
+
+def test_a_checkpoint_is_complete_at_once_unless_asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, begun, said = saving(monkeypatch, 3)
+    steps(trainer, 2)
+    assert [each.completed for each in begun] == [1]
+    assert [type(message).__name__ for message in said] == ["StateRequest", "CheckpointSaved"]
+    assert trainer.pending is None
+
+
+def test_an_asynchronous_checkpoint_is_announced_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, begun, said = saving(monkeypatch, 0, asynchronous=True)
+    steps(trainer, 2)
+    assert [each.completed for each in begun] == [0]
+    assert [type(message).__name__ for message in said] == ["StateRequest"]
+    steps(trainer, 3)
+    assert [each.completed for each in begun] == [1] and trainer.pending is None
+    assert said[-1].step == 2
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, begun, _ = saving(monkeypatch, 3, asynchronous=True)
+    steps(trainer, 4)
+    assert [each.completed for each in begun] == [1, 0]
+    assert trainer.pending is not None and trainer.pending.progress.step == 4
+
+
+def test_a_checkpoint_that_is_never_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, _, _ = saving(monkeypatch, 10**9, timeout_s=0.1)
+    with pytest.raises(TimeoutError, match=r"step_000002 was not written within checkpoint\.timeout_s = 0\.1 s"):
+        steps(trainer, 2)
