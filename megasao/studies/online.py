@@ -78,7 +78,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 ONLINE = Study(
     name="online",
     arms=ARMS,
-    model={"hidden": 64, "layers": 2, "experts": 0, "moe_hidden": 0},
+    model={"hidden": 128, "layers": 2, "experts": 0, "moe_hidden": 0},
     numbers=numbers,
     draw=draw,
     quick=(
