@@ -205,11 +205,12 @@ class Trainer:
             time.sleep(0.1)
 
     def open_evaluations(self) -> str:
-        """Names of the evaluations that have not ended, on every rank."""
+        """Which evaluations have not ended, on every rank; empty where all have."""
         names = None
         if self.topology.rank == 0:
             names = ", ".join(ask(self.client, StatusRequest(), Status).open_evaluations).encode()
-        return self.topology.broadcast_bytes(names).decode()
+        open_ones = self.topology.broadcast_bytes(names).decode()
+        return f"evaluations {open_ones}" if open_ones else ""
 
     def close(self) -> None:
         """Close this rank's connections and files."""

@@ -54,7 +54,7 @@ def test_every_question_is_shared_by_all_ranks() -> None:
 
 
 def test_evaluations_that_do_not_end_are_named() -> None:
-    with pytest.raises(TimeoutError, match=r"evaluations step-000003/greedy did not end.*evaluation\.timeout_s = 0\.1"):
+    with pytest.raises(TimeoutError, match=r"evaluations step-000003/greedy longer than evaluation\.timeout_s = 0\.1"):
         trainer(0, Answers(["step-000003/greedy"]), [], 0.1).wait_for_evaluations()
 
 
