@@ -35,6 +35,7 @@ from megasao.config.architecture import read_hf_config
 from megasao.config.model import ModelConfig, ParallelConfig
 from megasao.families import context_problem, family_of
 from megasao.families.facts import expert_count, head_dim, is_moe_layer, rope
+from megasao.megatron import router_replay
 from megasao.megatron.modules import HiddenOutput, ValueHead
 from megasao.megatron.options import passed_on
 from megasao.megatron.rope import llama3_frequencies
@@ -108,6 +109,8 @@ def build_model(role: Role, path: Path, config: Config, *, load: bool = True, fr
     chunks = [_build_gpt(role, hf_config, transformer_config, config, stage) for stage in stages]
     for gpt in chunks:
         freeze_indexers(gpt)
+        if role == "actor" and config.actor.router_replay and not frozen:
+            router_replay.install(gpt)
         if role == "critic" and config.value_model.freeze_attention:
             freeze_all_but_ffn_and_head(gpt)
         if frozen:
