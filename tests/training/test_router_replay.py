@@ -70,6 +70,18 @@ def test_replay_is_the_actors_alone(checkpoint: Path, reference: Outcome, tmp_pa
         assert free.metrics[0][name] == reference.metrics[0][name], name
 
 
+def test_the_load_of_experts_is_that_of_all_tokens(checkpoint: Path, reference: Outcome, tmp_path: Path) -> None:
+    routing = cases.Routing(layers=2, top_k=2, experts=8)
+    rows = cases.routed_anywhere(cases.grouped(cases.trajectories(0), 1), routing)
+    ids = np.concatenate([routing.decode(row.routed_experts or b"", len(row.tokens)) for row in rows])
+    counts = np.stack([np.bincount(ids[:, layer].ravel(), minlength=8) for layer in range(2)])
+    expected = float((counts.max(1) / counts.mean(1)).mean())
+    other = run_replay(checkpoint, tmp_path / "out", {"parallel": {"ranks": 4, "pipeline": 2, "expert": 2}})
+    for outcome in (reference, other):
+        assert outcome.metrics[0]["actor/expert_load_max"] == pytest.approx(expected)
+        assert outcome.metrics[0]["actor/experts_unused"] == (counts == 0).mean()
+
+
 # against the engine
 
 
