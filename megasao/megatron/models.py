@@ -8,6 +8,7 @@ Invariants (tests assert them):
 - with frozen attention only ``mlp.*`` (experts or dense FFN, and the router that weighs them) and the value head move:
   the embedding, all norms, q/k/v/o projections and q/k norms stay bit-equal (SAO, arXiv 2607.07508, trains "only the
   FFN / expert projections" and the head);
+- recomputation changes no gradient, also where the layers below are frozen;
 - no dropout, no auxiliary loss, and a router's bias stays as it is, in float32: the loss is the caller's alone.
 """
 
@@ -113,6 +114,8 @@ def build_model(role: Role, path: Path, config: Config, *, load: bool = True, fr
             router_replay.install(gpt)
         if role == "critic" and config.value_model.freeze_attention:
             freeze_all_but_ffn_and_head(gpt)
+            if config.trainer.recompute != "none":
+                require_input_gradients(gpt)
         if frozen:
             gpt.requires_grad_(False)
     # Nothing of a frozen model is reduced or gathered.
@@ -144,6 +147,19 @@ def freeze_all_but_ffn_and_head(module: torch.nn.Module) -> None:
     """Stop training everything but FFN / experts / router (``.mlp.``) and the value head (``output_layer``)."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad = ".mlp." in name or name.startswith("output_layer.")
+
+
+def require_input_gradients(gpt: GPTModel) -> None:
+    """Let the gradient reach down to the first layer's input although the embedding is frozen.
+
+    Where Megatron recomputes a part whose inputs have no gradient, the part's own weights silently get none either.
+    """
+
+    def mark(embedding: torch.nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() else output
+
+    if gpt.pre_process:
+        gpt.embedding.register_forward_hook(mark)
 
 
 def freeze_indexers(module: torch.nn.Module) -> None:

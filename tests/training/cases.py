@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from megasao.config.algorithm import GpgObjective, ObjectiveOptions
 from megasao.config.load import load_config
 from megasao.config.rundir import RunDirectory
 from megasao.families.routing import Routing
-from megasao.megatron import context, router_replay, runtime
+from megasao.megatron import context, models, router_replay, runtime
 from megasao.megatron.bridge import export_hf, export_tensors
 from megasao.megatron.checkpoint import ModelSnapshot, load_model, save_model
 from megasao.megatron.models import MegatronModel, build_model
@@ -91,12 +92,15 @@ def sao_steps(payload: Payload) -> Any:
     ``mutation`` is a mistake that must show: "local_denominator" divides by the rank's own action tokens; "batched_p2p"
     lets pipeline stages send as Megatron does by default; "unsummed_context" takes gradients of gathered keys for
     complete; "ungathered_weights" goes on with weights of which other ranks have updated their part; "replay_of_rank_0"
-    takes the experts of a row's first tokens on every tensor-parallel rank.
+    takes the experts of a row's first tokens on every tensor-parallel rank; "frozen_input" lets no gradient reach the
+    input of a critic's first layer.
     """
     config = sao_config(payload)
     topology = runtime.set_layout(config.parallel, seed=1)
     actor = Actor.build(Path(payload["path"]), config, topology)
-    critic = Critic.build(Path(payload["path"]), config, topology) if config.critic is not None else None
+    marked = payload.get("mutation") != "frozen_input"
+    with nullcontext() if marked else patch.object(models, "require_input_gradients"):
+        critic = Critic.build(Path(payload["path"]), config, topology) if config.critic is not None else None
     estimator = Estimator(config.algorithm, topology.all_reduce_data)
     with _mistake(payload.get("mutation"), actor):
         return _run_steps(payload, config, topology, actor, critic, estimator)

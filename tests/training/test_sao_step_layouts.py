@@ -142,6 +142,24 @@ def test_short_rows_equal_one_long_row(tokens: int, checkpoint: Path, reference:
     check_equal(run(checkpoint, tmp_path / "out", {"ranks": 2}, token_budget=tokens), reference)
 
 
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "full": {"trainer": {"recompute": "full"}},
+    "experts": {"trainer": {"recompute": "selective"}, "megatron": {"model": {"recompute_modules": ["moe"]}}},
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_recomputation_changes_nothing(name: str, checkpoint: Path, reference: Outcome, tmp_path: Path) -> None:
+    """Also for the critic, below whose experts everything is frozen."""
+    parallel = {"ranks": 2, **PP2}
+    settings = {**RECOMPUTE[name], "parallel": parallel}
+    check_equal(run(checkpoint, tmp_path / "right", parallel, settings=settings), reference)
+    wrong = run(checkpoint, tmp_path / "wrong", parallel, settings=settings, mutation="frozen_input", steps=1)
+    largest = max(float(gradient.abs().max()) for gradient in reference.tensors["critic-gradients"].values())
+    gap = difference(wrong.tensors["critic-gradients"], reference.tensors["critic-gradients"])
+    assert gap > 100 * 1.7e-6 * largest, "weights without their gradient would be noticed"
+
+
 @pytest.mark.parametrize(
     ("layout", "mutation"),
     [
