@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.megatron.tiny_families import write_tiny_family
-from tests.training.test_sao_step_layouts import Outcome, check_equal, run
+from tests.training import test_sao_step_layouts as sao
+from tests.training.test_sao_step_layouts import Outcome, run
 
 pytestmark = pytest.mark.world
 SP = {"tensor": 2, "sequence": True}
@@ -34,6 +35,14 @@ MORE_LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2 EP2 DP2": {"ranks": 4, **PP2, "expert": 2, **SPLIT},
     "TP2 SP PP2 EP2 DP2 distributed optimizer, overlap": {"ranks": 8, **SP, **PP2, "expert": 2, **SPLIT},
 }
+
+
+GRADIENTS = 3e-6
+"""Of the largest (0.08): rounding of eight layers, where four stay below 1.7e-6."""
+
+
+def check_equal(outcome: Outcome, reference: Outcome) -> None:
+    sao.check_equal(outcome, reference, GRADIENTS)
 
 
 def run_glm(path: Path, out: Path, parallel: dict[str, Any], **payload: Any) -> Outcome:
