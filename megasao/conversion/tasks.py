@@ -123,12 +123,12 @@ class Dequantize:
             done += count
 
 
-def pieces(source: TensorFiles, name: str, multiple: int = 1) -> Iterator[Tensor]:
-    """A tensor in groups of whole rows of about ``PIECE`` bytes; each but the last has a multiple of rows."""
+def pieces(source: TensorFiles, name: str, multiple: int = 1, most_bytes: int | None = None) -> Iterator[Tensor]:
+    """A tensor in groups of rows, about ``most_bytes`` (``PIECE``) each and, but for the last, a multiple of rows."""
     info = source.info(name)
     if not info.shape or not info.nbytes:
         yield source.read_whole(name)
         return
-    rows = max(PIECE * info.shape[0] // info.nbytes // multiple, 1) * multiple
+    rows = max((most_bytes or PIECE) * info.shape[0] // info.nbytes // multiple, 1) * multiple
     for start in range(0, info.shape[0], rows):
         yield source.read_slice(name, 0, start, min(start + rows, info.shape[0]))

@@ -22,6 +22,9 @@ from megasao.storage.hf_directory import INDEX, SINGLE, checkpoint_files
 from megasao.storage.model_parts import CARRIED, WEIGHT
 from megasao.storage.reader import TensorFiles
 
+_PIECE = 4 << 20
+"""Bytes that are compared at a time; numbers are widened to float64."""
+
 
 @dataclass(frozen=True)
 class Side:
@@ -94,7 +97,8 @@ def compare(a: Side, b: Side, advance: Advance) -> Comparison:
             result.differences.append(f"{name}: shape {mine.shape}, other {theirs.shape}")
             advance(mine.nbytes)
             continue
-        difference = _values(_pairs(a, b, name, advance), mine.shape)
+        difference = "" if _equal(a, b, name) else _statistics(a, b, name)
+        advance(mine.nbytes)
         if mine.dtype != theirs.dtype:
             values = difference or "values equal"
             result.differences.append(f"{name}: dtype {_name(mine.dtype)}, other {_name(theirs.dtype)}; {values}")
@@ -105,50 +109,60 @@ def compare(a: Side, b: Side, advance: Advance) -> Comparison:
     return result
 
 
-def _pairs(a: Side, b: Side, name: str, advance: Advance) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same rows of both, a piece at a time."""
+def _pairs(a: Side, b: Side, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same rows of both, flat, a piece at a time."""
     start = 0
-    for mine in pieces(a.files, a.stored[name]):
+    for mine in pieces(a.files, a.stored[name], most_bytes=_PIECE):
         if mine.ndim:
             theirs = b.files.read_slice(b.stored[name], 0, start, start + len(mine))
             start += len(mine)
         else:
             theirs = b.files.read_whole(b.stored[name])
-        yield mine, theirs
-        advance(mine.nbytes)
+        yield mine.reshape(-1), theirs.reshape(-1)
 
 
-def _values(pairs: Iterator[tuple[Tensor, Tensor]], shape: tuple[int, ...]) -> str:
-    """How the numbers differ; nothing if no bit does. Between dtypes, numbers are compared."""
+def _equal(a: Side, b: Side, name: str) -> bool:
+    """Whether no bit differs."""
+    if a.files.info(a.stored[name]).dtype != b.files.info(b.stored[name]).dtype:
+        return False
+    return all(torch.equal(_bits(mine), _bits(theirs)) for mine, theirs in _pairs(a, b, name))
+
+
+def _statistics(a: Side, b: Side, name: str) -> str:
+    """How the numbers of two tensors of one shape differ; nothing if none does."""
     count, largest, squares, norm, first, before = 0, 0.0, 0.0, 0.0, -1, 0
-    for mine, theirs in pairs:
-        same_dtype = mine.dtype == theirs.dtype
-        x, y = _bits(mine) if same_dtype else mine.double(), _bits(theirs) if same_dtype else theirs.double()
-        unlike = (x != y).reshape(len(x.reshape(-1)), -1).any(dim=1) if x.numel() else torch.zeros(0, dtype=torch.bool)
-        if not same_dtype:
-            unlike &= ~(x.isnan() & y.isnan()).reshape(-1)
-        if (places := unlike.nonzero()).numel():
-            distance = (mine.double() - theirs.double()).abs().reshape(-1)
-            count += len(places)
-            largest = max(largest, float(distance.nan_to_num(math.inf, math.inf).max()))
-            squares += float(distance.square().sum())
-            first = before + int(places[0]) if first < 0 else first
-        norm += float(mine.double().square().sum())
-        before += mine.numel()
+    for mine, theirs in _pairs(a, b, name):
+        unlike = _unlike(mine, theirs).nonzero()
+        distance = (mine.double() - theirs.double()).abs().nan_to_num(0.0, math.inf)
+        if len(unlike):
+            first = before + int(unlike[0]) if first < 0 else first
+            count += len(unlike)
+            largest = max(largest, float(distance.max()))
+        squares += float(distance.square().sum())
+        norm += float(mine.double().nan_to_num(0.0, math.inf, -math.inf).square().sum())
+        before += len(mine)
     if not count:
         return ""
+    shape = a.files.info(a.stored[name]).shape
     relative = math.sqrt(squares / norm) if norm else math.inf
-    where = ", ".join(map(str, _index(first, shape)))
     return (
-        f"{count} of {before} numbers differ, first at [{where}], by at most {largest:.3g}; "
-        f"root mean square of the difference {relative:.3g} of that of the numbers"
+        f"{count} of {before} numbers differ, first at [{', '.join(map(str, _index(first, shape)))}], by at most "
+        f"{largest:.3g}; root mean square of the difference {relative:.3g} of that of the numbers (without NaN)"
     )
+
+
+def _unlike(mine: Tensor, theirs: Tensor) -> Tensor:
+    """Where bits differ; between dtypes, where numbers do."""
+    if mine.dtype == theirs.dtype:
+        return _bits(mine) != _bits(theirs)
+    x, y = mine.double(), theirs.double()
+    return (x != y) & ~(x.isnan() & y.isnan())
 
 
 def _bits(tensor: Tensor) -> Tensor:
     """The same bits as whole numbers, so that NaN equals itself and 0 is not -0."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    return tensor.reshape(-1).view(whole)
+    return tensor.view(whole)
 
 
 def _index(flat: int, shape: tuple[int, ...]) -> list[int]:

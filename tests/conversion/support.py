@@ -8,8 +8,6 @@ import pytest
 from megasao.cli import main
 from tests.megatron.tiny_families import write_tiny_family
 
-SETTINGS_OF_FP8 = {"hidden_size": 160, "intermediate_size": 200}
-
 
 def convert(*arguments: str | Path) -> int:
     """The exit code of ``megasao convert ARGUMENTS``."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megasao.conversion.blocks import BLOCK, FP8, scale_shape
-from megasao.families import families, family_of
+from megasao.families import families
 from megasao.families.names import SCALE, fp8_names
 from megasao.storage.hf_directory import INDEX
 from megasao.storage.model_parts import is_whole
@@ -82,4 +82,3 @@ def test_the_table_says_what_is_in_fp8(source: Path) -> None:
     assert not any(name.endswith((".mlp.gate.weight", "weights_proj.weight", "bias")) for name in names)
     every_projection = {name for name in found if name.endswith("_proj.weight") and "indexer" not in name}
     assert every_projection - names == {name for name in kept if name.endswith("eh_proj.weight")}
-    assert family_of(hf_config)
