@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint in blocks of FP8, or back in bfloat16.
 
-    tools/quantize_hf.py HF_DIR OUT_DIR [--format fp8_block | --dequantize]
+    tools/quantize_hf.py HF_DIR OUT_DIR [--format fp8_block|fp8_tensor] [--dequantize]
 
 The same as ``megasao convert quantize``, whose --help explains everything.
 """

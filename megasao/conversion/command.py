@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megasao.config.errors import UserError
+
 if TYPE_CHECKING:
     from megasao.conversion.output import Output
 
@@ -26,6 +28,7 @@ class Fp8Format(StrEnum):
     """How numbers are kept in FP8."""
 
     fp8_block = "fp8_block"
+    fp8_tensor = "fp8_tensor"
 
 
 @app.command()
@@ -56,16 +59,31 @@ def quantize(
     hf_dir: HfDir,
     out_dir: OutDir,
     format: Annotated[
-        Fp8Format, typer.Option(help="fp8_block: blocks of 128 x 128, each with a scale.")
+        Fp8Format,
+        typer.Option(help="fp8_block: blocks of 128 x 128, each with a scale; fp8_tensor: by nvidia-modelopt."),
     ] = Fp8Format.fp8_block,
-    dequantize: Annotated[bool, typer.Option("--dequantize", help="From FP8 back to bfloat16.")] = False,
+    dequantize: Annotated[bool, typer.Option("--dequantize", help="From fp8_block back to bfloat16.")] = False,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Texts, one a line, to calibrate the activations of fp8_tensor with."),
+    ] = None,
     parallel: Parallel = 1,
     shard_gb: ShardGb = 5.0,
 ) -> None:
     """Make a checkpoint in FP8 of one in bfloat16, or the other way; the same command goes on after an interruption."""
     from megasao.conversion.to_hf import dequantized, quantized
 
-    assert format is Fp8Format.fp8_block
+    per_tensor = format is Fp8Format.fp8_tensor
+    if per_tensor != (calibration is not None):
+        raise UserError("--calibration FILE goes with --format fp8_tensor, which needs it")
+    if calibration is not None:
+        if dequantize:
+            raise UserError("--dequantize reads fp8_block; leave out --format and --calibration")
+        from megasao.conversion.per_tensor import quantized_per_tensor
+
+        with quantized_per_tensor(hf_dir, out_dir, calibration, shard_bytes=_bytes(shard_gb)) as output:
+            _run("writing", output, parallel)
+        return
     plan = dequantized if dequantize else quantized
     output = plan(hf_dir, out_dir, shard_bytes=_bytes(shard_gb))
     _run("dequantising" if dequantize else "quantising", output, parallel)

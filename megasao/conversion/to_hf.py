@@ -32,9 +32,8 @@ def quantized(source: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> Out
         raise UserError(f"{source} is in FP8 already; --dequantize makes it bfloat16")
     names = fp8_names(hf.hf_config)
     tasks = [Quantize(hf.files, name) if name in names else hf.plain(name, name) for name in hf.weights()]
-    kept = [name for name in hf.weights() if name not in names and len(hf.files.info(name).shape) == 2]
-    config = hf.hf_config | {"quantization_config": _quantization_config(kept)}
-    return _hf_output(out, tasks, config, hf.path, kind="fp8_block", sources=hf.files.files, shard_bytes=shard_bytes)
+    config = hf.hf_config | {"quantization_config": _quantization_config(kept_matrices(hf))}
+    return hf_output(out, tasks, config, hf.path, kind="fp8_block", sources=hf.files.files, shard_bytes=shard_bytes)
 
 
 def dequantized(source: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> Output:
@@ -48,7 +47,7 @@ def dequantized(source: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> O
         raise UserError(f"{source} is not in FP8: config.json has no quantization_config")
     tasks = [hf.plain(name, name) for name in hf.weights()]
     config = _without_quantization(hf.hf_config)
-    return _hf_output(out, tasks, config, hf.path, kind="dequantize", sources=hf.files.files, shard_bytes=shard_bytes)
+    return hf_output(out, tasks, config, hf.path, kind="dequantize", sources=hf.files.files, shard_bytes=shard_bytes)
 
 
 def model_to_hf(checkpoint: Path, model: Path | None, out: Path, *, shard_bytes: int = SHARD_BYTES) -> Output:
@@ -74,7 +73,7 @@ def model_to_hf(checkpoint: Path, model: Path | None, out: Path, *, shard_bytes:
         carried = carried_names(origin.hf_config) | optional_names(origin.hf_config)
         tasks += [origin.plain(name, name) for name in origin.weights() if name in carried]
     config, sources = _without_quantization(origin.hf_config), [*trained.files.files, *origin.files.files]
-    output = _hf_output(out, tasks, config, origin.path, kind="to_hf", sources=sources, shard_bytes=shard_bytes)
+    output = hf_output(out, tasks, config, origin.path, kind="to_hf", sources=sources, shard_bytes=shard_bytes)
     return replace(output, summed=trained.files.files)
 
 
@@ -84,7 +83,7 @@ def _converted_to_hf(trained: ModelCheckpoint, documents: Path, out: Path, shard
     names = [*trained.weights(), *trained.carried()]
     tasks = [Copy(trained.files, trained.stored(name), replace(trained.info(name), name=name)) for name in names]
     sources = trained.files.files
-    output = _hf_output(out, tasks, config, documents, kind="to_hf", sources=sources, shard_bytes=shard_bytes)
+    output = hf_output(out, tasks, config, documents, kind="to_hf", sources=sources, shard_bytes=shard_bytes)
     return replace(output, summed=sources)
 
 
@@ -96,7 +95,7 @@ def _dtype(name: str, trained: ModelCheckpoint, origin: HfCheckpoint) -> torch.d
     return torch.bfloat16 if dtype == FP8 else dtype
 
 
-def _hf_output(
+def hf_output(
     out: Path,
     tasks: Sequence[Task],
     config: dict[str, Any],
@@ -106,6 +105,7 @@ def _hf_output(
     sources: Sequence[Path],
     shard_bytes: int,
 ) -> Output:
+    """The directory that ``tasks`` make, with ``config`` and the side files of ``documents``."""
     groups = split(tasks, shard_bytes)
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else [SINGLE]
@@ -120,6 +120,12 @@ def _hf_output(
     # config.json decides what is made of a tensor, and is not among the files whose change is seen by itself.
     kind = f"{kind} {json.dumps(config, sort_keys=True)}"
     return Output(out, files, sources, kind, write_documents)
+
+
+def kept_matrices(hf: HfCheckpoint) -> list[str]:
+    """Matrices that are not put into FP8."""
+    quantized_names = fp8_names(hf.hf_config)
+    return [name for name in hf.weights() if name not in quantized_names and len(hf.files.info(name).shape) == 2]
 
 
 def _index(files: Sequence[OutputFile]) -> dict[str, Any]:

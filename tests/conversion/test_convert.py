@@ -1,5 +1,6 @@
 """Every family through every tool, on checkpoints that transformers wrote."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,20 @@ def test_block_fp8_and_back(source: Path, tmp_path: Path) -> None:
     assert convert("hf-to-megatron", tmp_path / "fp8", tmp_path / "model") == 0
     assert convert("verify", tmp_path / "plain", tmp_path / "model") == 0
     assert "quantization_config" not in json.loads((tmp_path / "model" / "hf" / "config.json").read_text())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="transformers needs accelerate for FP8")
+def test_transformers_reads_the_same_from_our_fp8(source: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert convert("quantize", source, tmp_path / "fp8") == 0
+    assert convert("quantize", tmp_path / "fp8", tmp_path / "plain", "--dequantize") == 0
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16).state_dict()
+        for name in ("plain", "fp8")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
 def test_the_table_says_what_is_in_fp8(source: Path) -> None:
