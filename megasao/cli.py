@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megasao.config.errors import UserError
+from megasao.conversion.command import app as convert
 
 if TYPE_CHECKING:
     from megasao.config import Config
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(convert, name="convert")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML config file.")]
 Overrides = Annotated[
@@ -274,10 +276,13 @@ def _complain(message: str) -> None:
     Console(stderr=True).print(Text(message, style="red"), soft_wrap=True)
 
 
-def main() -> None:
-    """Entry point: what the user can mend is one clean message and exit code 2; anything else keeps its traceback."""
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: what the user can mend is one clean message and exit code 2; anything else keeps its traceback.
+
+    ``arguments``: those of the process where None.
+    """
     try:
-        app()
+        app(arguments, prog_name="megasao")
     except UserError as error:
         _complain(f"error: {error}")
         sys.exit(USER_ERROR)

@@ -12,25 +12,25 @@ from megasao.families.glm4_moe import MOE, MOE_ALLOWED, MOE_SIZES, MTP_COPIES, s
 from megasao.families.rules import DENSE, LAYER_NORMS, H, M, Rule, mtp_layer
 
 
-def _rule(megatron: str, hf: str, shard: int | None = None) -> Rule:
-    return Rule(f"{M}self_attention.{megatron}", (f"{H}self_attn.{hf}",), shard=shard)
+def _rule(megatron: str, hf: str, shard: int | None = None, *, fp8: bool = True) -> Rule:
+    return Rule(f"{M}self_attention.{megatron}", (f"{H}self_attn.{hf}",), shard=shard, fp8=fp8)
 
 
 LATENT_ATTENTION = (
     _rule("linear_q_down_proj.weight", "q_a_proj.weight"),
-    _rule("q_layernorm.weight", "q_a_layernorm.weight"),
+    _rule("q_layernorm.weight", "q_a_layernorm.weight", fp8=False),
     _rule("linear_q_up_proj.weight", "q_b_proj.weight", shard=0),
     _rule("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight"),
-    _rule("kv_layernorm.weight", "kv_a_layernorm.weight"),
+    _rule("kv_layernorm.weight", "kv_a_layernorm.weight", fp8=False),
     _rule("linear_kv_up_proj.weight", "kv_b_proj.weight", shard=0),
     _rule("linear_proj.weight", "o_proj.weight", shard=1),
 )
 INDEXER = (
     _rule("core_attention.indexer.linear_wq_b.weight", "indexer.wq_b.weight"),
     _rule("core_attention.indexer.linear_wk.weight", "indexer.wk.weight"),
-    _rule("core_attention.indexer.k_norm.weight", "indexer.k_norm.weight"),
-    _rule("core_attention.indexer.k_norm.bias", "indexer.k_norm.bias"),
-    _rule("core_attention.indexer.linear_weights_proj.weight", "indexer.weights_proj.weight"),
+    _rule("core_attention.indexer.k_norm.weight", "indexer.k_norm.weight", fp8=False),
+    _rule("core_attention.indexer.k_norm.bias", "indexer.k_norm.bias", fp8=False),
+    _rule("core_attention.indexer.linear_weights_proj.weight", "indexer.weights_proj.weight", fp8=False),
 )
 
 

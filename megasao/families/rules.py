@@ -23,6 +23,7 @@ class Rule:
         float32: kept in float32 whatever the model's dtype.
         vocabulary: rows are tokens: Megatron's tensor is padded until tensor parallelism divides it.
         copy: a second place of the same tensor; it is read there too and never exported from there.
+        fp8: a checkpoint in FP8 has the HF tensors in blocks, each with a tensor of scales.
     """
 
     megatron: str
@@ -33,6 +34,7 @@ class Rule:
     float32: bool = False
     vocabulary: bool = False
     copy: bool = False
+    fp8: bool = False
 
     def numbered(self, **numbers: int) -> "Rule":
         """Fill in ``{L}`` and ``{E}``."""
@@ -67,21 +69,21 @@ LAYER_NORMS = (
 
 def _qkv(what: str) -> Rule:
     names = tuple(f"{H}self_attn.{part}_proj.{what}" for part in "qkv")
-    return Rule(f"{M}self_attention.linear_qkv.{what}", names, kind="qkv", shard=0)
+    return Rule(f"{M}self_attention.linear_qkv.{what}", names, kind="qkv", shard=0, fp8=what == "weight")
 
 
 def _gate_up(megatron: str, hf: str, *, expert: bool = False) -> Rule:
     names = (f"{hf}gate_proj.weight", f"{hf}up_proj.weight")
-    return Rule(f"{megatron}linear_fc1.weight", names, kind="gate_up", shard=0, expert=expert)
+    return Rule(f"{megatron}linear_fc1.weight", names, kind="gate_up", shard=0, expert=expert, fp8=True)
 
 
 def _down(megatron: str, hf: str, *, expert: bool = False) -> Rule:
-    return Rule(f"{megatron}linear_fc2.weight", (f"{hf}down_proj.weight",), shard=1, expert=expert)
+    return Rule(f"{megatron}linear_fc2.weight", (f"{hf}down_proj.weight",), shard=1, expert=expert, fp8=True)
 
 
 GROUPED_ATTENTION = (
     _qkv("weight"),
-    Rule(M + "self_attention.linear_proj.weight", (H + "self_attn.o_proj.weight",), shard=1),
+    Rule(M + "self_attention.linear_proj.weight", (H + "self_attn.o_proj.weight",), shard=1, fp8=True),
 )
 QKV_BIAS = (_qkv("bias"),)
 QK_NORMS = (

@@ -1,7 +1,7 @@
 """Saving and loading one model's weights and Adam state, independent of the parallel layout.
 
-Tensors are stored under their Hugging Face names (``weight:NAME``, ``exp_avg:NAME``, ``exp_avg_sq:NAME``), through the
-same table as the weights' import and export, so that a checkpoint of one layout loads under any other.
+Tensors are stored under their Hugging Face names (``megasao.storage.model_parts`` says how), through the same table as
+the weights' import and export, so that a checkpoint of one layout loads under any other.
 
 Invariants (tests assert them):
 
@@ -13,8 +13,6 @@ Invariants (tests assert them):
 The caller makes the directory appear atomically together with everything else that it stores (training/).
 """
 
-import json
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +21,25 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 
-from megasao.megatron.bridge.export import local_hf_tensors, sync
-from megasao.megatron.bridge.load import TensorFiles, check_shape
+from megasao.megatron.bridge.export import local_hf_tensors
+from megasao.megatron.bridge.load import check_shape, read_part
 from megasao.megatron.bridge.local import LocalParameter, local_parameters
 from megasao.megatron.bridge.parts import merge
 from megasao.megatron.models import MegatronModel
 from megasao.megatron.optimizer import MOMENTS, Optimizer
 from megasao.megatron.runtime import gather_counts
-
-FORMAT = "megasao-model-2"
-_BLOCK = 1 << 24
+from megasao.storage.atomic import sync
+from megasao.storage.model_parts import (
+    MANIFEST,
+    damage,
+    is_whole,
+    manifest_of,
+    part_name,
+    read_manifest,
+    write_json,
+    write_sum,
+)
+from megasao.storage.reader import TensorFiles
 
 
 @dataclass(frozen=True)
@@ -52,14 +59,14 @@ class ModelSnapshot:
         if not self.tensors:
             return
         directory.mkdir(parents=True, exist_ok=True)
-        part = directory / _part_name(distributed.get_rank())
+        part = directory / part_name(distributed.get_rank())
         save_file(self.tensors, part)
         sync(part)
-        _write_json(_sum_file(part), {"bytes": part.stat().st_size, "crc32": _checksum(part)})
+        write_sum(part)
 
     def write_manifest(self, directory: Path) -> None:
         """Make the checkpoint whole: one rank calls this, once every rank has written its part."""
-        _write_json(directory / "manifest.json", self.manifest)
+        write_json(directory / MANIFEST, self.manifest)
         sync(directory)
 
 
@@ -70,8 +77,8 @@ def take_snapshot(model: MegatronModel, optimizer: Optimizer) -> ModelSnapshot:
     """
     tensors = dict(_local_tensors(model, optimizer))
     writers, updates = gather_counts(bool(tensors)), max(gather_counts(optimizer.updates()))
-    parts = [_part_name(rank) for rank, wrote in enumerate(writers) if wrote]
-    return ModelSnapshot(tensors, {"format": FORMAT, "role": model.role, "updates": updates, "parts": parts})
+    parts = [part_name(rank) for rank, wrote in enumerate(writers) if wrote]
+    return ModelSnapshot(tensors, manifest_of(model.role, updates, parts))
 
 
 def save_model(model: MegatronModel, optimizer: Optimizer, directory: Path) -> None:
@@ -92,13 +99,13 @@ def load_model(model: MegatronModel, optimizer: Optimizer, directory: Path) -> N
     """
     manifest = _read_manifest(directory, model)
     _verify(directory, manifest["parts"])
-    with TensorFiles(directory / name for name in manifest["parts"]) as files:
-        for local in local_parameters(model):
-            weight = _read(files, "weight", local, model, directory)
-            check_shape(local.parameter, weight, local.rule)
-            trained = manifest["updates"] and local.parameter.requires_grad
-            moments = {name: _read(files, name, local, model, directory) for name in MOMENTS if trained}
-            optimizer.restore(local.parameter, weight, moments, manifest["updates"])
+    files = TensorFiles(directory / name for name in manifest["parts"])
+    for local in local_parameters(model):
+        weight = _read(files, "weight", local, model, directory)
+        check_shape(local.parameter, weight, local.rule)
+        trained = manifest["updates"] and local.parameter.requires_grad
+        moments = {name: _read(files, name, local, model, directory) for name in MOMENTS if trained}
+        optimizer.restore(local.parameter, weight, moments, manifest["updates"])
 
 
 def _local_tensors(model: MegatronModel, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -117,22 +124,14 @@ def _read(files: TensorFiles, kind: str, local: LocalParameter, model: MegatronM
     absent = [name for name in names if name not in files.names()]
     if absent:
         raise ValueError(f"{directory} lacks the tensor {absent[0]}; it is a checkpoint of another model")
-    parts = [files.read(name, local) for name in names]
+    parts = [read_part(files, name, local) for name in names]
     return merge(local.rule, parts, model.hf_config)
 
 
 def _read_manifest(directory: Path, model: MegatronModel) -> dict[str, Any]:
-    file = directory / "manifest.json"
-    if not file.is_file():
-        raise ValueError(f"{directory} is not a complete model checkpoint: it has no manifest.json")
-    manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{file}: format {manifest.get('format')!r} is not supported; expected {FORMAT!r}")
+    manifest = read_manifest(directory)
     if manifest["role"] != model.role:
         raise ValueError(f"{directory} is a checkpoint of the {manifest['role']}, not of the {model.role}")
-    absent = [name for name in manifest["parts"] if not (directory / name).is_file()]
-    if absent:
-        raise ValueError(f"{directory} is not a complete model checkpoint: {absent[0]} is missing")
     return manifest
 
 
@@ -140,39 +139,7 @@ def _verify(directory: Path, parts: list[str]) -> None:
     """Compare every part with its checksum; each rank reads some of them, and all of them raise."""
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     mine = range(rank, len(parts), ranks)
-    damaged = next((number for number in mine if not _is_whole(directory / parts[number])), len(parts))
+    damaged = next((number for number in mine if not is_whole(directory / parts[number])), len(parts))
     first = min(gather_counts(damaged))
     if first < len(parts):
-        raise ValueError(
-            f"{directory / parts[first]} is damaged: its length or checksum is not what "
-            f"{_sum_file(Path(parts[first]))} says; restore the file, or go back to an older checkpoint"
-        )
-
-
-def _is_whole(part: Path) -> bool:
-    try:
-        written = json.loads(_sum_file(part).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return bool(written == {"bytes": part.stat().st_size, "crc32": _checksum(part)})
-
-
-def _checksum(file: Path) -> int:
-    value = 0
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    sync(file)
-
-
-def _sum_file(part: Path) -> Path:
-    return part.with_suffix(".sum.json")
-
-
-def _part_name(rank: int) -> str:
-    return f"part-{rank:05d}.safetensors"
+        raise ValueError(damage(directory / parts[first]))

@@ -22,9 +22,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
 from megasao.config.rundir import RunDirectory, write_atomically
-from megasao.megatron.bridge.export import sync
 from megasao.megatron.checkpoint import ModelSnapshot, load_model, take_snapshot
 from megasao.megatron.runtime import Topology, gather_counts
+from megasao.storage.atomic import sync
 from megasao.training.actor import Actor
 from megasao.training.critic import Critic
 from megasao.training.estimator import Estimator

@@ -31,6 +31,12 @@ def test_kernels(tmp_path: Path) -> None:
     assert json.loads(report.read_text())["dis/20000"]["fused"] > 0
 
 
+def test_conversion(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert "hf-to-megatron, 2 at a time" in run("conversion.py", "--gb=0.01", "--json", str(report))
+    assert json.loads(report.read_text())["rows"]["verify"]["gb"] > 0.01
+
+
 def test_logprobs(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     sizes = ("--tokens=16", "--hidden=8", "--vocabulary=500", "--chunks", "4")

@@ -10,6 +10,7 @@ import pytest
 from megasao.config.load import load_config
 from megasao.families import families, family_of
 from megasao.families.facts import indexer_layers, is_moe_layer, rope, stage_problem
+from megasao.families.names import fp8_names
 from megasao.families.shrink import shrink
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -40,6 +41,17 @@ def test_glm_5_2_has_the_published_tensors() -> None:
     assert len(own) == len(set(own)) == 58_794
     assert len(carried) == len(set(carried)) == 791
     assert not set(own) & set(carried)
+
+
+def test_glm_5_2_has_the_published_tensors_in_fp8() -> None:
+    hf_config = architecture("glm_5_2")
+    own, carried = names(hf_config)
+    quantized = fp8_names(hf_config)
+    assert quantized <= {*own, *carried}
+    assert len(own) + len(carried) + len(quantized) == 118_629
+    for part in ("kv_a_proj_with_mqa", "indexer.wk.", "shared_experts"):
+        assert any(part in name for name in quantized)
+    assert not any("weights_proj" in name or "eh_proj" in name for name in quantized)
 
 
 def test_glm_5_2_selects_where_it_should() -> None:

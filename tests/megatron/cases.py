@@ -19,6 +19,7 @@ from megasao.config.model import ParallelConfig
 from megasao.megatron import context, models, runtime
 from megasao.megatron import optimizer as optimizers
 from megasao.megatron.bridge import export_hf, export_tensors, load_hf, save_hf
+from megasao.megatron.bridge.local import local_parameters
 from megasao.megatron.checkpoint import load_model, save_model
 from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.optimizer import MOMENTS, Optimizer, build_optimizer
@@ -101,6 +102,21 @@ def save_directory(payload: Payload) -> Any:
         save_hf(model, Path(payload["path"]), Path(payload["directory"]))
     load_hf(model, Path(payload["directory"]))
     return Path(payload["directory"], "COMPLETE").is_file()
+
+
+def bytes_read(payload: Payload) -> Any:
+    """What loading reads on this rank, counted by the kernel, and what the rank's own tensors have."""
+    config, _ = _start(payload)
+    model = build_model("actor", Path(payload["path"]), config, load=False)
+    before = _read_calls()
+    load_hf(model, Path(payload["path"]))
+    own = sum(local.parameter.nbytes for local in local_parameters(model))
+    return [_read_calls() - before, own]
+
+
+def _read_calls() -> int:
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["rchar"])
 
 
 def save_trained(payload: Payload) -> Any:

@@ -108,7 +108,7 @@ def mtp_shapes(directory: Path) -> dict[str, list[int]]:
     from safetensors import safe_open
 
     from megasao.config.architecture import read_hf_config
-    from megasao.megatron.bridge.table import carried_names
+    from megasao.families.names import carried_names
 
     hf_config = read_hf_config(directory)
     hidden, layer = hf_config["hidden_size"], f"model.layers.{hf_config['num_hidden_layers']}."

@@ -13,23 +13,16 @@ from safetensors.torch import save as save_tensors
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 
-from megasao.megatron.bridge.load import TensorFiles, checkpoint_files
 from megasao.megatron.bridge.local import LocalParameter, local_parameters
 from megasao.megatron.bridge.parts import split
 from megasao.megatron.bridge.table import carried_names, optional_names
 from megasao.megatron.runtime import compute_device
+from megasao.storage.atomic import replace_directory, sync
+from megasao.storage.hf_directory import checkpoint_files, copy_side_files
+from megasao.storage.reader import TensorFiles
 
 if TYPE_CHECKING:
     from megasao.megatron.models import MegatronModel
-
-_COPIED = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-)
 
 
 def local_hf_tensors(
@@ -112,15 +105,13 @@ def save_hf(model: "MegatronModel", source_dir: Path, out_dir: Path) -> None:
 
 def carried_tensors(hf_config: dict[str, Any], source_dir: Path) -> dict[str, Tensor]:
     """The layers of multi-token prediction of the checkpoint at ``source_dir``, as they are; {} if it has none."""
-    with TensorFiles(checkpoint_files(source_dir)) as files:
-        names = (carried_names(hf_config) | optional_names(hf_config)) & files.names()
-        return {name: files.read_whole(name) for name in sorted(names)}
+    files = TensorFiles(checkpoint_files(source_dir))
+    names = (carried_names(hf_config) | optional_names(hf_config)) & files.names()
+    return {name: files.read_whole(name) for name in sorted(names)}
 
 
 def _write(tensors: dict[str, Tensor], source_dir: Path, directory: Path) -> None:
-    for pattern in _COPIED:
-        for file in source_dir.glob(pattern):
-            shutil.copy2(file, directory / file.name)
+    copy_side_files(source_dir, directory)
     config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
     dtype = str(tensors["model.embed_tokens.weight"].dtype).removeprefix("torch.")
     config.update({key: dtype for key in ("dtype", "torch_dtype") if key in config})
@@ -130,23 +121,3 @@ def _write(tensors: dict[str, Tensor], source_dir: Path, directory: Path) -> Non
         sync(file)
     (directory / "COMPLETE").touch()
     sync(directory)
-
-
-def sync(path: Path) -> None:
-    """fsync a file or a directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_directory(temporary: Path, final: Path) -> None:
-    """Put ``temporary`` in ``final``'s place; a crash leaves the old one (perhaps as ``.old``) or the new one."""
-    old = final.with_name(f".{final.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        os.rename(final, old)
-    os.rename(temporary, final)
-    sync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,125 @@
+"""A Hugging Face checkpoint as the source of a conversion, refused at once if anything about it is wrong."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasao.config.architecture import read_hf_config
+from megasao.config.errors import UserError
+from megasao.conversion.blocks import BLOCK, FP8, Block, scale_shape
+from megasao.conversion.tasks import Copy, Dequantize, Task
+from megasao.families.names import SCALE, name_problem
+from megasao.storage.hf_directory import INDEX, checkpoint_files, read_index
+from megasao.storage.reader import TensorFiles
+
+
+@dataclass(frozen=True)
+class HfCheckpoint:
+    """A checkpoint directory whose files are whole and whose tensors are those of its family.
+
+    Attributes:
+        path: the directory.
+        hf_config: its config.json.
+        files: its tensors.
+        block: rows and columns of a block of FP8; None for a checkpoint without.
+    """
+
+    path: Path
+    hf_config: dict[str, Any]
+    files: TensorFiles
+    block: Block | None
+
+    def weights(self) -> list[str]:
+        """Names of all tensors but the scales of FP8, in the order of the files."""
+        return [info.name for info in self.files.infos() if not self._is_scale(info.name)]
+
+    def plain(self, name: str, output: str) -> Task:
+        """The task that gives a weight as ``output``, as it is, or in bfloat16 if it is in FP8."""
+        info = replace(self.files.info(name), name=output)
+        if info.dtype != FP8:
+            return Copy(self.files, name, info)
+        assert self.block is not None
+        return Dequantize(self.files, name, self.block, replace(info, dtype=torch.bfloat16))
+
+    def _is_scale(self, name: str) -> bool:
+        return name.endswith(SCALE) and name.removesuffix(SCALE) in self.files.names()
+
+
+def open_hf(path: Path) -> HfCheckpoint:
+    """Open a checkpoint and check all that can be checked without reading a tensor.
+
+    Raises:
+        UserError: no such directory; a family or a quantisation that is not supported; a file missing, truncated or
+            other than the index says; a tensor missing, unknown or of a shape that does not belong.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory; give a Hugging Face checkpoint directory")
+    try:
+        hf_config = read_hf_config(path)
+        files = TensorFiles(checkpoint_files(path))
+        index = read_index(path)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    checkpoint = HfCheckpoint(path, hf_config, files, _block(path, hf_config))
+    problem = _index_problem(index, files) or _scale_problem(checkpoint)
+    problem = problem or name_problem(hf_config, "actor", set(checkpoint.weights())) or _shape_problem(checkpoint)
+    if problem:
+        raise UserError(f"{path} {problem}")
+    return checkpoint
+
+
+def _block(path: Path, hf_config: dict[str, Any]) -> Block | None:
+    quantization = hf_config.get("quantization_config")
+    if quantization is None:
+        return None
+    block = quantization.get("weight_block_size") or []
+    in_blocks = len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)
+    if quantization.get("quant_method") != "fp8" or not in_blocks:
+        raise UserError(
+            f"{path / 'config.json'}: quantization_config has quant_method = {quantization.get('quant_method')!r} and "
+            f"weight_block_size = {quantization.get('weight_block_size')!r}; expected 'fp8' in blocks such as {BLOCK}"
+        )
+    return block[0], block[1]
+
+
+def _index_problem(index: dict[str, str] | None, files: TensorFiles) -> str | None:
+    if index is None:
+        return None
+    for name, file in sorted(index.items()):
+        if name not in files.names():
+            return f"lacks the tensor {name}, which {INDEX} has in {file}; copy that file again"
+    unlisted = sorted(files.names() - index.keys())
+    return f"has the tensor {unlisted[0]}, which {INDEX} does not list" if unlisted else None
+
+
+def _scale_problem(checkpoint: HfCheckpoint) -> str | None:
+    """FP8 without scales, or scales that do not fit."""
+    for info in checkpoint.files.infos():
+        if info.dtype != FP8:
+            continue
+        if checkpoint.block is None:
+            return f"has {info.name} in FP8, but config.json has no quantization_config"
+        scale = info.name + SCALE
+        if scale not in checkpoint.files.names():
+            return f"has {info.name} in FP8 without its {scale}"
+        expected, found = scale_shape(info.shape, checkpoint.block), checkpoint.files.info(scale).shape
+        if found != expected:
+            return f"has {scale} of shape {found}; {info.shape} in blocks of {checkpoint.block} needs {expected}"
+    return None
+
+
+def _shape_problem(checkpoint: HfCheckpoint) -> str | None:
+    """Shapes that config.json contradicts, and layers or experts that are unlike the others."""
+    hf_config, first = checkpoint.hf_config, dict[str, str]()
+    embedding, expected = "model.embed_tokens.weight", (hf_config["vocab_size"], hf_config["hidden_size"])
+    if (found := checkpoint.files.info(embedding).shape) != expected:
+        return f"has {embedding} of shape {found}, but config.json says vocab_size and hidden_size {expected}"
+    for name in checkpoint.weights():
+        twin = first.setdefault(re.sub(r"\.\d+\.", ".N.", name), name)
+        mine, other = checkpoint.files.info(name).shape, checkpoint.files.info(twin).shape
+        if mine != other:
+            return f"has {name} of shape {mine}, but {twin} of {other}"
+    return None

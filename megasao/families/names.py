@@ -1,0 +1,71 @@
+"""The names that a checkpoint of a model has, from its family's rules."""
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from megasao.families import Rule, family_of
+from megasao.families.rules import LM_HEAD, VALUE_HEAD
+
+Role = Literal["actor", "critic"]
+SCALE = "_scale_inv"
+"""What follows the name of a weight in blocks of FP8, for the tensor of its scales."""
+
+
+def rules(hf_config: dict[str, Any], role: Role) -> dict[str, Rule]:
+    """Every tensor of the whole model, by its global Megatron name."""
+    return {rule.megatron: rule for rule in family_of(hf_config).rules(hf_config, role)}
+
+
+def hf_names(hf_config: dict[str, Any], role: Role) -> set[str]:
+    """Every tensor that an export of the model has."""
+    return {name for rule in rules(hf_config, role).values() for name in rule.hf}
+
+
+def carried_names(hf_config: dict[str, Any]) -> set[str]:
+    """Tensors of the multi-token-prediction layers: carried from checkpoint to checkpoint, not part of the model."""
+    return {name for rule in family_of(hf_config).mtp_rules(hf_config) for name in rule.hf}
+
+
+def optional_names(hf_config: dict[str, Any]) -> set[str]:
+    """Tensors that some checkpoints repeat inside those layers."""
+    templates, first = family_of(hf_config).mtp_copies, hf_config["num_hidden_layers"]
+    layers = {
+        int(match[1]) for name in carried_names(hf_config) if (match := re.match(r"model\.layers\.(\d+)\.", name))
+    }
+    assert all(layer >= first for layer in layers)
+    return {template.replace("{L}", str(layer)) for template in templates for layer in layers}
+
+
+def fp8_names(hf_config: dict[str, Any]) -> set[str]:
+    """Weights that a checkpoint in FP8 has in blocks, those of multi-token prediction too."""
+    family = family_of(hf_config)
+    every = (*family.rules(hf_config, "actor"), *family.mtp_rules(hf_config))
+    return {name for rule in every if rule.fp8 for name in rule.hf}
+
+
+def name_problem(hf_config: dict[str, Any], role: Role, found: set[str]) -> str | None:
+    """Why a checkpoint with the tensors ``found`` is not one of the model; None if it is.
+
+    A critic ignores ``lm_head``. Layers of multi-token prediction are there whole or not at all.
+    """
+    expected, carried = hf_names(hf_config, role), carried_names(hf_config)
+    if role == "critic":
+        expected -= {name for rule in VALUE_HEAD for name in rule.hf}
+    if carried & found:
+        expected |= carried
+    tolerated = optional_names(hf_config)
+    if role == "critic" or hf_config.get("tie_word_embeddings"):
+        tolerated |= set(LM_HEAD.hf)
+    missing, extra = sorted(expected - found), sorted(found - expected - tolerated)
+    if missing:
+        return f"lacks {len(missing)} tensor(s), first {missing[0]}{_nearest(missing[0], extra or found)}"
+    if extra:
+        return f"has {len(extra)} unknown tensor(s), first {extra[0]}{_nearest(extra[0], expected)}"
+    return None
+
+
+def _nearest(name: str, candidates: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(candidates), n=1)
+    return f" (nearest: {close[0]})" if close else ""

@@ -1,0 +1,191 @@
+"""What is wrong is told before work begins, with exit code 2, and nothing is left behind."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megasao.storage.hf_directory import INDEX
+from tests.conversion.support import convert, write_family
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In FP8, over several files with an index."""
+    directory = tmp_path_factory.mktemp("refusals")
+    assert (
+        convert("quantize", write_family(directory / "hf", "qwen3_moe"), directory / "fp8", "--shard-gb", "0.0002") == 0
+    )
+    return directory / "fp8"
+
+
+def first_file(path: Path) -> Path:
+    return sorted(path.glob("model-*.safetensors"))[0]
+
+
+def truncate(path: Path) -> None:
+    file = first_file(path)
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def change_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+def change_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], None], *, index: bool = True) -> None:
+    """Change the tensors of the first file, and the index with them."""
+    file = first_file(path)
+    tensors = load_file(file)
+    before = set(tensors)
+    change(tensors)
+    save_file(tensors, file)
+    if index:
+        content = json.loads((path / INDEX).read_text())
+        places = {name: where for name, where in content["weight_map"].items() if name not in before - set(tensors)}
+        content["weight_map"] = places | dict.fromkeys(tensors, file.name)
+        (path / INDEX).write_text(json.dumps(content))
+
+
+def some(tensors: dict[str, torch.Tensor], ending: str) -> str:
+    return next(name for name in sorted(tensors) if name.endswith(ending))
+
+
+def without(ending: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[some(tensors, ending)]
+
+    return drop
+
+
+def with_another(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["new"] = torch.zeros(1)
+
+
+def transpose_a_scale(tensors: dict[str, torch.Tensor]) -> None:
+    name = some(tensors, "_scale_inv")
+    tensors[name] = torch.ones(2, 1)
+
+
+def cut_a_norm(tensors: dict[str, torch.Tensor]) -> None:
+    name = some(tensors, "layernorm.weight")
+    tensors[name] = tensors[name][1:].contiguous()
+
+
+WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated file": (truncate, "is truncated: it has"),
+    "missing shard": (lambda path: first_file(path).unlink(), "is not a complete Hugging Face checkpoint: model-00001"),
+    "index is no JSON": (lambda path: (path / INDEX).write_text("{"), "cannot be read: JSONDecodeError"),
+    "index without files": (lambda path: (path / INDEX).write_text("{}"), "cannot be read: KeyError"),
+    "no config": (lambda path: (path / "config.json").unlink(), "has no config.json"),
+    "unknown family": (lambda path: change_config(path, model_type="gpt2"), "'gpt2' is not supported"),
+    "another family": (
+        lambda path: change_config(path, model_type="llama", num_experts=0),
+        "lacks 9 tensor(s), first model.layers.0.mlp.down_proj.weight (nearest: ",
+    ),
+    "another size": (lambda path: change_config(path, vocab_size=33), "vocab_size and hidden_size (33, 64)"),
+    "more layers": (lambda path: change_config(path, num_hidden_layers=5), "lacks"),
+    "another quantisation": (lambda path: change_config(path, quantization_config={"quant_method": "awq"}), "'awq'"),
+    "no quantisation": (
+        lambda path: change_config(path, quantization_config=None),
+        "but config.json has no quantization",
+    ),
+    "tensor gone": (
+        lambda path: change_tensors(path, without("layernorm.weight")),
+        "lacks 1 tensor(s), first model.layers.",
+    ),
+    "index stale": (
+        lambda path: change_tensors(path, without("weight"), index=False),
+        f"which {INDEX} has in model-00001",
+    ),
+    "not in the index": (
+        lambda path: change_tensors(path, with_another, index=False),
+        f"has the tensor new, which {INDEX} does not list",
+    ),
+    "tensor extra": (
+        lambda path: change_tensors(path, lambda tensors: tensors.update(new=torch.zeros(1))),
+        "1 unknown",
+    ),
+    "scale gone": (
+        lambda path: change_tensors(path, without("_scale_inv")),
+        "in FP8 without its",
+    ),
+    "scale transposed": (lambda path: change_tensors(path, transpose_a_scale), "blocks of (128, 128) needs (1, 1)"),
+    "shape unlike the others": (
+        lambda path: change_tensors(path, cut_a_norm),
+        "of shape (64,), but model.layers.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("command", ["hf-to-megatron", "quantize --dequantize"])
+def test_wrong_sources(
+    sharded: Path, tmp_path: Path, case: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, message = WRONG[case]
+    shutil.copytree(sharded, tmp_path / "source")
+    spoil(tmp_path / "source")
+    assert convert(*command.split(), tmp_path / "source", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert message in error and str(tmp_path / "source") in error
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_wrong_places(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (tmp_path / "there").mkdir()
+    assert convert("hf-to-megatron", sharded, tmp_path / "there") == 2
+    assert "exists already" in capsys.readouterr().err
+    assert convert("hf-to-megatron", sharded, tmp_path / "no" / "out") == 2
+    assert f"{tmp_path / 'no'} is not a directory" in capsys.readouterr().err
+    assert convert("hf-to-megatron", tmp_path / "absent", tmp_path / "out") == 2
+    assert "is not a directory; give a Hugging Face" in capsys.readouterr().err
+    free = shutil.disk_usage(tmp_path)._replace(free=67_200_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    assert convert("hf-to-megatron", sharded, tmp_path / "out") == 2
+    assert "has 0.07 GB free, and 0.07 GB are needed" in capsys.readouterr().err.replace("\n", " ")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_wrong_direction_of_fp8(sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert("quantize", sharded, tmp_path / "out") == 2
+    assert "is in FP8 already; --dequantize" in capsys.readouterr().err
+    assert convert("quantize", sharded, tmp_path / "plain", "--dequantize") == 0
+    assert convert("quantize", tmp_path / "plain", tmp_path / "out", "--dequantize") == 2
+    assert "is not in FP8" in capsys.readouterr().err
+
+
+def test_wrong_training_checkpoints(sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = tmp_path / "good"
+    assert convert("hf-to-megatron", sharded, good, "--shard-gb", "0.0005") == 0
+    damaged = good / "part-00001.safetensors"
+
+    def flip(path: Path) -> None:
+        data = bytearray((path / damaged.name).read_bytes())
+        data[-1] ^= 1
+        (path / damaged.name).write_bytes(data)
+
+    cases: list[tuple[Callable[[Path], None], str]] = [
+        (flip, "part-00001.safetensors is damaged: its length or checksum"),
+        (lambda path: (path / damaged.name).unlink(), "part-00001.safetensors is missing"),
+        (lambda path: (path / "part-00001.sum.json").unlink(), "part-00001.sum.json is missing"),
+        (lambda path: (path / "manifest.json").unlink(), "is not a training checkpoint"),
+        (lambda path: (path / "manifest.json").write_text('{"format": "other"}'), "format 'other' is not supported"),
+        (lambda path: shutil.rmtree(path / "hf"), "say with --model"),
+    ]
+    for number, (spoil, message) in enumerate(cases):
+        path = tmp_path / str(number)
+        shutil.copytree(good, path)
+        spoil(path)
+        assert convert("megatron-to-hf", path, tmp_path / "out") == 2
+        assert message in capsys.readouterr().err.replace("\n", " "), message
+        assert not (tmp_path / "out").exists()
+        shutil.rmtree(tmp_path / ".out.partial", ignore_errors=True)
+    other = write_family(tmp_path / "other", "qwen3")
+    assert convert("megatron-to-hf", good, tmp_path / "out", "--model", other) == 2
+    assert f"is not a checkpoint of {other}" in capsys.readouterr().err.replace("\n", " ")
