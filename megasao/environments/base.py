@@ -46,6 +46,9 @@ class DemonstrationTurn:
 class EnvironmentFailure(RuntimeError):
     """The environment broke; the episode is excluded with this reason."""
 
+    reason = "environment_failure"
+    """Under which the failure is counted."""
+
 
 class Episode(ABC):
     """One running problem."""
@@ -75,6 +78,9 @@ class Environment(ABC):
     @abstractmethod
     def start(self, prompt: Prompt, seed: int) -> Episode:
         """Begin an episode."""
+
+    async def close(self) -> None:  # noqa: B027 - most environments hold nothing
+        """Release what the environment itself holds, such as verifier processes; it may be used again."""
 
     @abstractmethod
     def demonstration(self, index: int, seed: int) -> list[DemonstrationTurn]:
