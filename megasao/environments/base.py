@@ -9,6 +9,7 @@ Invariants:
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,12 +18,16 @@ Split = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem. ``payload`` is what the environment needs to run it (plain data)."""
+    """One problem. ``payload`` is what the environment needs to run it (plain data).
+
+    With ``messages`` (role, content) the model sees these through its own chat template, and not ``text``.
+    """
 
     prompt_id: str
     task: str
     text: str
     payload: dict[str, Any]
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class Environment(ABC):
     @property
     @abstractmethod
     def stop_strings(self) -> tuple[str, ...]:
-        """Single tokens that end the model's turn."""
+        """Single tokens that end the model's turn; none: those with which the model itself ends one."""
 
     @abstractmethod
     def prompt(self, split: Split, index: int) -> Prompt:
