@@ -1,7 +1,7 @@
 """A checkpoint's own chat template, rendered without torch or transformers.
 
-Invariants: the text is the one that transformers renders from the same directory; a template runs in Jinja's sandbox and
-cannot reach out of it.
+Invariants: the text is the one that transformers renders from the same directory; a template runs in Jinja's sandbox
+and cannot reach out of it.
 """
 
 import json

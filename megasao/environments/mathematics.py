@@ -1,7 +1,7 @@
 r"""Problems with a short answer, in one turn, verified by math-verify.
 
-The problems are rows of a published data set (see ``rows``). The prompt is the template with the problem in it, as a user
-message of the model's own chat template, or as plain text.
+The problems are rows of a published data set (see ``rows``). The prompt is the template with the problem in it, as a
+user message of the model's own chat template, or as plain text.
 
 Invariants:
 - a prompt is a function of (options, split, index): training problems come in a new order in every epoch, held-out ones

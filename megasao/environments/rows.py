@@ -1,8 +1,8 @@
 """Problems with short answers out of the files in which data sets are published. No torch.
 
-A file is JSON (a list of objects), JSON lines, CSV or parquet; a directory is all such files in it, in order of name. The
-columns are found by the names that are in use: gsm8k (question, answer with ``####``), MATH (problem, solution with a
-boxed answer), MATH-500 and the competition sets (problem, answer), IMO-AnswerBench (Problem, Short Answer).
+A file is JSON (a list of objects), JSON lines, CSV or parquet; a directory is all such files in it, in order of name.
+The columns are found by the names that are in use: gsm8k (question, answer with ``####``), MATH (problem, solution with
+a boxed answer), MATH-500 and the competition sets (problem, answer), IMO-AnswerBench (Problem, Short Answer).
 
 Invariants:
 - a row without a problem or without an answer is refused by file and row, never passed over;

@@ -74,7 +74,7 @@ def test_references_come_out_of_what_is_published(tmp_path):
 def test_rows_that_cannot_be_used_are_named(tmp_path, text, message):
     path = tmp_path / "data.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="data.json") as caught:
+    with pytest.raises(ValueError, match=r"data\.json") as caught:
         load_problems(path)
     assert message in str(caught.value)
     with pytest.raises(ValueError, match=r"environment\.options\.data: "):
@@ -124,7 +124,7 @@ def test_an_answer_that_cannot_be_graded_is_a_failure(tmp_path):
         finally:
             await environment.close()
 
-    with pytest.raises(VerifierError, match="longer than 0.3 s"):
+    with pytest.raises(VerifierError, match=r"longer than 0\.3 s"):
         asyncio.run(body())
 
 
@@ -190,7 +190,7 @@ def test_a_chat_is_rendered_as_transformers_does(tmp_path):
     for bad, message in (("{{ raise_exception('only users') }}", "only users"), ("{% if %}", "chat template")):
         with pytest.raises(ValueError, match=message):
             ChatTemplate(bad, {}).render(messages)
-    with pytest.raises(ValueError, match="unsafe|access"):
+    with pytest.raises(ValueError, match=r"unsafe|access"):
         ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {}).render(messages)
     assert ChatTemplate.from_directory(tmp_path) is None
 
