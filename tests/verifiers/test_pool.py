@@ -13,7 +13,7 @@ from megasao.rollout.service import failure_reason
 from tests.verifiers.nasty_graders import NASTY
 
 MODULE = ["tests.verifiers.nasty_graders"]
-QUICK = Limits(workers=2, time_limit_s=0.5, memory_bytes=1 << 28)
+QUICK = Limits(workers=2, time_limit_s=1.5, memory_bytes=1 << 28)
 
 REASONS = {
     "loop": "timeout",
@@ -65,7 +65,7 @@ def run(body):
 
 def test_each_bad_sample_is_excluded_with_its_reason_and_the_others_keep_their_rewards():
     async def body():
-        async with opened(guarded=False) as pool:
+        async with opened(guarding="off") as pool:
             answers = [answer for bad in REASONS for answer in (bad, "good", "bad")]
             found = await asyncio.gather(*(outcome(pool, answer) for answer in answers))
             assert found[1::3] == [1.0] * len(REASONS) and found[2::3] == [0.0] * len(REASONS)
@@ -81,7 +81,7 @@ def test_a_guarded_process_refuses_what_reaches_out_even_if_the_exception_is_cau
         async with opened() as pool:
             found = await asyncio.gather(*(outcome(pool, answer) for answer in [*REFUSED, "good"]))
             assert found == ["verifier_refused"] * len(REFUSED) + [1.0]
-        async with opened(guarded=False) as pool:  # without the guard these graders do it, and get their 1
+        async with opened(guarding="off") as pool:  # without the guard these graders do it, and get their 1
             assert await outcome(pool, "evaluates") == await outcome(pool, "imports") == 1.0
 
     run(body())
@@ -97,7 +97,7 @@ def test_a_gigabyte_of_output_goes_nowhere():
 
 def test_a_thousand_at_once_with_bad_ones_between():
     async def body():
-        async with opened(guarded=False) as pool:
+        async with opened(guarding="off") as pool:
             answers = ["loop" if n % 250 == 1 else "segfault" if n % 250 == 2 else "good" for n in range(1000)]
             found = await asyncio.gather(*(outcome(pool, answer) for answer in answers))
             assert found.count(1.0) == 992
@@ -137,7 +137,7 @@ def test_a_foreman_that_dies_fails_what_waits_and_is_replaced():
 
 def test_closing_with_work_under_way_ends_every_process():
     async def body():
-        pool = VerifierPool(MODULE, Limits(workers=2, time_limit_s=60.0, memory_bytes=1 << 28), guarded=False)
+        pool = VerifierPool(MODULE, Limits(workers=2, time_limit_s=60.0, memory_bytes=1 << 28), guarding="off")
         tasks = [asyncio.create_task(outcome(pool, "child")) for _ in range(3)]
         while len(left_over()) < 5:  # the foreman, two workers and their children
             await asyncio.sleep(0.05)

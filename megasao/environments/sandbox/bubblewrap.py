@@ -10,8 +10,12 @@ import functools
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import megasao
 
 WORKSPACE = "/workspace"
 NOBODY = 65534
@@ -35,10 +39,11 @@ def wrap(
     mounts = ["--ro-bind", "/usr", "/usr"]
     for link, target in (("/bin", "usr/bin"), ("/sbin", "usr/sbin"), ("/lib", "usr/lib"), ("/lib64", "usr/lib64")):
         mounts += ["--symlink", target, link]
-    for directory in read_only:
-        mounts += ["--ro-bind", directory, directory]
     mounts += ["--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-    mounts += ["--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", WORKSPACE, "--remount-ro", "/"]
+    mounts += ["--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", WORKSPACE]
+    for directory in read_only:  # last: one of them may lie under /tmp
+        mounts += ["--ro-bind", directory, directory]
+    mounts += ["--remount-ro", "/"]
     variables = [("PATH", "/usr/local/bin:/usr/bin:/bin"), ("HOME", WORKSPACE), ("LANG", "C.UTF-8"), *environment]
     settings = [word for name, value in variables for word in ("--setenv", name, value)]
     return [
@@ -60,6 +65,17 @@ def wrap(
         "--",
         *command,
     ]
+
+
+def wrap_python(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """A command of this interpreter with this package, for long-lived helpers: it sees both, and nothing else more.
+
+    It may be started as root, who then is nobody in the sandbox too, but whom a limit on processes does not bind.
+    """
+    package = str(Path(megasao.__file__).parent)
+    visible = dict.fromkeys([sys.base_prefix, sys.prefix, package])
+    outside = [directory for directory in visible if not Path(directory).is_relative_to("/usr")]
+    return wrap(command, writable_bytes=1 << 20, read_only=outside, environment=list(environment.items()))
 
 
 def identity() -> dict[str, Any]:

@@ -24,7 +24,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from megasao.environments.verifiers.worker import Grader, memory_in_use, serve
+from megasao.environments.verifiers.worker import Grader, Guarding, memory_in_use, serve
 
 MAX_REPLY = 64 * 1024
 """Longest reply of a worker, bytes."""
@@ -57,7 +57,7 @@ class Foreman:
         self._limit = int(settings["workers"])
         self._time_limit_s = float(settings["time_limit_s"])
         self._memory_bytes = int(settings["memory_bytes"])
-        self._guarded = bool(settings["guarded"])
+        self._guarding: Guarding = settings["guarding"]
         self._waiting: deque[tuple[Any, bytes]] = deque()
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
@@ -134,7 +134,7 @@ class Foreman:
             self._selector.close()
             for worker in self._workers:
                 worker.channel.close()
-            serve(channel, self._graders, memory_bytes=self._memory_bytes, guarded=self._guarded)
+            serve(channel, self._graders, memory_bytes=self._memory_bytes, guarding=self._guarding)
             status = 0
         finally:
             os._exit(status)

@@ -4,8 +4,11 @@ A grader reads text that a model wrote, with libraries that parse formulas. If o
 to start a process, to open a socket, or to write a file, the attempt is refused before it happens, and noted, because
 such libraries catch every exception.
 
+Where graders must evaluate text, and run in a sandbox for it, the rest is still refused.
+
 Invariants:
-- after ``install`` no source text can be executed in this process, and the hook cannot be removed;
+- after ``install`` no source text can be executed in this process (unless ``may_evaluate``), and the hook cannot be
+  removed;
 - importing modules from files still works, except those whose only use is to reach outside;
 - ``take_refusals`` gives every attempt since the last call, whether or not its exception was caught.
 """
@@ -54,17 +57,18 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 _refusals: list[str] = []
 _installed = False
+_may_evaluate = False
 
 
 class Refused(RuntimeError):
     """What the process tried is not allowed in it."""
 
 
-def install() -> None:
+def install(*, may_evaluate: bool = False) -> None:
     """Guard this process for the rest of its life."""
-    global _installed
+    global _installed, _may_evaluate
     if not _installed:
-        _installed = True
+        _installed, _may_evaluate = True, may_evaluate
         sys.addaudithook(_audit)
 
 
@@ -91,7 +95,7 @@ def _is_refused(event: str, arguments: tuple[Any, ...]) -> bool:
     if event == "open":
         return _opens_for_writing(arguments)
     if event == "exec":
-        return _is_from_text(arguments[0])
+        return not _may_evaluate and _is_from_text(arguments[0])
     if event == "import":
         return str(arguments[0]).partition(".")[0] in _REFUSED_MODULES
     return event in _REFUSED or event.startswith(_REFUSED_FAMILIES)

@@ -14,13 +14,14 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import megasao
 from megasao.environments.base import EnvironmentFailure
+from megasao.environments.verifiers.worker import Guarding
 
 START_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 10.0
@@ -59,20 +60,25 @@ class Limits:
             raise ValueError(f"verifier memory: expected at least 64 MiB, got {self.memory_bytes / 2**20:g} MiB")
 
 
-Wrap = Callable[[Sequence[str]], list[str]]
-"""A command, to be run in a sandbox."""
+Wrap = Callable[[Sequence[str], Mapping[str, str]], list[str]]
+"""From a command and its environment to the command that runs it in a sandbox."""
 
 
 class VerifierPool:
     """Graders of the given modules (each has a dict ``GRADERS``) in killable processes; started on first use."""
 
     def __init__(
-        self, modules: Sequence[str], limits: Limits | None = None, *, guarded: bool = True, wrap: Wrap | None = None
+        self,
+        modules: Sequence[str],
+        limits: Limits | None = None,
+        *,
+        guarding: Guarding = "full",
+        wrap: Wrap | None = None,
     ) -> None:
-        """``guarded``: nothing is executed from text, no files, processes or sockets; see ``guard``."""
+        """``wrap`` puts all the processes into one sandbox; graders that evaluate answers need one."""
         self.limits = limits or Limits()
         self.counts: Counter[str] = Counter()
-        self._modules, self._guarded, self._wrap = list(modules), guarded, wrap
+        self._modules, self._guarding, self._wrap = list(modules), guarding, wrap
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -138,16 +144,17 @@ class VerifierPool:
             "workers": self.limits.workers,
             "time_limit_s": self.limits.time_limit_s,
             "memory_bytes": self.limits.memory_bytes,
-            "guarded": self._guarded,
+            "guarding": self._guarding,
         }
         command = [sys.executable, "-m", "megasao.environments.verifiers.foreman", json.dumps(settings)]
+        variables = {"PYTHONPATH": os.pathsep.join(source_path()), "OMP_NUM_THREADS": "1"}
         process = await asyncio.create_subprocess_exec(
-            *(self._wrap(command) if self._wrap else command),
+            *(self._wrap(command, variables) if self._wrap else command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(source_path()), "OMP_NUM_THREADS": "1"},
+            env={} if self._wrap else {**os.environ, **variables},
         )
         assert process.stdout is not None and process.stderr is not None
         try:

@@ -15,11 +15,14 @@ import resource
 import signal
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from megasao.environments.verifiers import guard
 
 Grader = Callable[..., float]
+
+Guarding = Literal["full", "evaluate", "off"]
+"""``full``: nothing is executed from text, no files, processes or sockets. ``evaluate``: text may be executed."""
 
 JOBS_PER_PROCESS = 512
 """Jobs after which a process is replaced: parsers keep caches."""
@@ -30,11 +33,11 @@ _NEAR = 0.9
 _PR_SET_PDEATHSIG = 1
 
 
-def serve(channel: socket.socket, graders: dict[str, Grader], *, memory_bytes: int, guarded: bool) -> None:
+def serve(channel: socket.socket, graders: dict[str, Grader], *, memory_bytes: int, guarding: Guarding) -> None:
     """Answer jobs, a JSON line each, until the channel is closed or this process should be replaced."""
     restrict(memory_bytes)
-    if guarded:
-        guard.install()
+    if guarding != "off":
+        guard.install(may_evaluate=guarding == "evaluate")
     with channel.makefile("rb") as jobs:
         for number, line in enumerate(jobs, 1):
             reply = attempt(graders, json.loads(line))
