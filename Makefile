@@ -10,7 +10,7 @@ SEED ?= 0
 RUN ?= laptop-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 DEMO_MODEL := build/laptop_model-$(SEED)
 
-.PHONY: setup demo test test-full lint clean
+.PHONY: setup sandbox demo test test-full lint clean
 
 setup: $(VENV)/.ready
 
@@ -33,11 +33,16 @@ lint: setup
 	$(BIN)/ruff format --check setup.py csrc megasao tests tools benchmarks
 	$(BIN)/mypy
 
-test: lint
+# Untrusted code runs in bubblewrap. Where it is missing and cannot be installed, its tests are skipped with the reason.
+sandbox:
+	@command -v bwrap >/dev/null || (test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
+		&& apt-get install -y -qq bubblewrap >/dev/null) || echo "note: bubblewrap is missing and was not installed"
+
+test: lint sandbox
 	$(BIN)/python -m pytest
 
 # With the tests marked `full`: every layout, and others that take long.
-test-full: lint
+test-full: lint sandbox
 	$(BIN)/python -m pytest -m ""
 
 clean:

@@ -9,6 +9,7 @@ Invariants:
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,12 +18,16 @@ Split = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem. ``payload`` is what the environment needs to run it (plain data)."""
+    """One problem. ``payload`` is what the environment needs to run it (plain data).
+
+    With ``messages`` (role, content) the model sees these through its own chat template, and not ``text``.
+    """
 
     prompt_id: str
     task: str
     text: str
     payload: dict[str, Any]
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,9 @@ class DemonstrationTurn:
 class EnvironmentFailure(RuntimeError):
     """The environment broke; the episode is excluded with this reason."""
 
+    reason = "environment_failure"
+    """Under which the failure is counted."""
+
 
 class Episode(ABC):
     """One running problem."""
@@ -66,7 +74,7 @@ class Environment(ABC):
     @property
     @abstractmethod
     def stop_strings(self) -> tuple[str, ...]:
-        """Single tokens that end the model's turn."""
+        """Single tokens that end the model's turn; none: those with which the model itself ends one."""
 
     @abstractmethod
     def prompt(self, split: Split, index: int) -> Prompt:
@@ -75,6 +83,9 @@ class Environment(ABC):
     @abstractmethod
     def start(self, prompt: Prompt, seed: int) -> Episode:
         """Begin an episode."""
+
+    async def close(self) -> None:  # noqa: B027 - most environments hold nothing
+        """Release what the environment itself holds, such as verifier processes; it may be used again."""
 
     @abstractmethod
     def demonstration(self, index: int, seed: int) -> list[DemonstrationTurn]:

@@ -4,17 +4,25 @@ Invariants: no special token is added; a character that the vocabulary lacks is 
 unknown-token id.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from megasao.environments.base import Environment, Prompt
+from megasao.environments.chat import ChatTemplate
+
 
 class TokenizerCodec:
     """Encodes observations and decodes actions."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, end_ids: Sequence[int] = (), template: ChatTemplate | None = None
+    ) -> None:
+        """``end_ids``: with which the model ends a turn; ``template``: its chat template."""
         self._tokenizer = tokenizer
+        self._end_ids, self._template = tuple(end_ids), template
         unknown = getattr(tokenizer.model, "unk_token", None)
         self._unknown_id = tokenizer.token_to_id(unknown) if unknown else None
 
@@ -25,9 +33,10 @@ class TokenizerCodec:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file; a checkpoint directory with a tokenizer.json is expected")
         try:
-            return cls(Tokenizer.from_file(str(path)))
+            tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path}: not a tokenizer file: {error}") from error
+        return cls(tokenizer, end_ids=_end_ids(path.parent), template=ChatTemplate.from_directory(path.parent))
 
     @property
     def vocab_size(self) -> int:
@@ -42,6 +51,27 @@ class TokenizerCodec:
             missing = sorted({text[start:end] for token, (start, end) in spans if token == self._unknown_id})
             raise ValueError(f"the tokenizer has no token for {', '.join(map(repr, missing))} in {text!r}")
         return list(encoding.ids)
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """The ids with which an episode begins; ValueError where there are messages and no chat template."""
+        if not prompt.messages:
+            return self.encode(prompt.text)
+        if self._template is None:
+            raise ValueError(
+                f"prompt {prompt.prompt_id} is a chat, and the checkpoint has no chat template; set "
+                "environment.options.chat = false"
+            )
+        return self.encode(self._template.render(prompt.messages))
+
+    def stop_ids(self, environment: Environment) -> tuple[int, ...]:
+        """The ids that end a turn; ValueError if a stop string is not one token, or if there are none at all."""
+        stops = tuple(self.single_token(text) for text in environment.stop_strings) or self._end_ids
+        if not stops:
+            raise ValueError(
+                f"environment {environment.name!r} names no stop token, and the checkpoint's generation_config.json "
+                "and config.json have no eos_token_id"
+            )
+        return stops
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens included; ValueError for an id outside the vocabulary."""
@@ -60,3 +90,13 @@ class TokenizerCodec:
         if len(ids) != 1:
             raise ValueError(f"{text!r} must be one token of the checkpoint's tokenizer, but it is {len(ids)}: {ids}")
         return ids[0]
+
+
+def _end_ids(directory: Path) -> list[int]:
+    """``eos_token_id`` of the checkpoint, which may be one id or several."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return [int(token) for token in (found if isinstance(found, list) else [found])]
+    return []

@@ -7,7 +7,7 @@ Invariants: an unknown option is refused by name with the nearest known one; a v
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 Options = TypeVar("Options")
 
@@ -19,7 +19,7 @@ def nearest(word: str, known: list[str]) -> str:
 
 
 def read_options(kind: type[Options], values: Mapping[str, Any], *, owner: str) -> Options:
-    """Build ``kind`` (a dataclass of int, float, bool and str fields with defaults) from ``values``.
+    """Build ``kind`` (a dataclass of int, float, bool, str and dict fields with defaults) from ``values``.
 
     Raises ValueError naming ``owner``, the option, what was expected and what was given.
     """
@@ -43,4 +43,4 @@ def _fits(value: object, kind: type) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
+    return isinstance(value, get_origin(kind) or kind)

@@ -56,10 +56,9 @@ def _tokenizer(config: Config) -> list[Problem]:
     environment, path = make_environment(config.environment), Path(config.model.path)
     try:
         codec = TokenizerCodec.from_directory(path)
-        for text in environment.stop_strings:
-            codec.single_token(text)
+        codec.stop_ids(environment)
         for index in range(_SAMPLE_PROMPTS):
-            codec.encode(environment.prompt("train", index).text)
+            codec.encode_prompt(environment.prompt("train", index))
     except ValueError as error:
         return [Problem("model.path", str(error))]
     entries = read_hf_config(path)["vocab_size"]

@@ -91,8 +91,7 @@ class EpisodeRunner:
         cls, environment: Environment, engine: Engine, codec: TokenizerCodec, limits: EnvironmentConfig
     ) -> "EpisodeRunner":
         """ValueError if a stop string is not one token of this tokenizer."""
-        stops = tuple(codec.single_token(text) for text in environment.stop_strings)
-        return cls(environment, engine, codec, limits, stops)
+        return cls(environment, engine, codec, limits, codec.stop_ids(environment))
 
     async def run(self, lease: Lease) -> Trajectory:
         """Play one lease to its end.
@@ -103,7 +102,7 @@ class EpisodeRunner:
         started = time.time()
         prompt = self.environment.prompt(lease.split, lease.prompt_index)  # type: ignore[arg-type]
         transcript = Transcript()
-        transcript.observe(self.codec.encode(prompt.text))
+        transcript.observe(self.codec.encode_prompt(prompt))
         if len(transcript.tokens) >= self.limits.max_tokens:
             raise ValueError(
                 f"prompt {prompt.prompt_id} has {len(transcript.tokens)} tokens; environment.max_tokens = "

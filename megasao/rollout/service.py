@@ -269,7 +269,7 @@ def failure_reason(error: Exception) -> str:
     if isinstance(error, EngineError):
         return "engine_error"
     if isinstance(error, EnvironmentFailure):
-        return "environment_failure"
+        return error.reason
     if isinstance(error, TimeoutError):
         return "episode_timeout"
     if isinstance(error, ValueError):

@@ -94,6 +94,7 @@ async def _serve(
     finally:
         socket.close()
         context.term()
+        await environment.close()
 
 
 async def _together(service: RolloutService, receiver: WeightReceiver, first_weights_s: float) -> None:

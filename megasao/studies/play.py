@@ -41,6 +41,7 @@ class Player:
 
     def __exit__(self, *_: object) -> None:
         self._loop.run(self._engine.close())
+        self._loop.run(self._environment.close())
         self._loop.close()
 
     def play(self, leases: Sequence[Lease], version: int, weights: Mapping[str, Any]) -> list[Trajectory]:

@@ -1,0 +1,67 @@
+"""A checkpoint's own chat template, rendered without torch or transformers.
+
+Invariants: the text is the one that transformers renders from the same directory; a template runs in Jinja's sandbox
+and cannot reach out of it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Message = Mapping[str, Any]
+
+_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class ChatTemplate:
+    """Renders messages as text."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        """``source``: Jinja; ``tokens``: the special tokens that it may name. ValueError for bad Jinja."""
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat template: {error}") from error
+        self._tokens = dict(tokens)
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "ChatTemplate | None":
+        """The template of a checkpoint: ``chat_template.jinja``, or the one in tokenizer_config.json; else None."""
+        path = directory / "tokenizer_config.json"
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        file = directory / "chat_template.jinja"
+        source = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+        if isinstance(source, list):  # several under names
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if source is None:
+            return None
+        found = {name: settings.get(name) for name in _TOKENS}
+        texts = {name: value["content"] if isinstance(value, dict) else value for name, value in found.items()}
+        return cls(source, {name: text for name, text in texts.items() if text is not None})
+
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """The text up to where the model begins its turn. ValueError for messages that the template refuses."""
+        try:
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=True, tools=None, **self._tokens, **options
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat template: {error}") from error
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    return json.dumps(value, **{"ensure_ascii": False, **options})

@@ -1,0 +1,201 @@
+"""Running a command that a model wrote, with limits.
+
+Invariants:
+- a command ends in bounded time, and nothing of it runs on afterwards;
+- a command that a limit stopped leaves the workspace as it was before it;
+- output beyond the limit is dropped, not kept; a failure of the sandbox itself is an EnvironmentFailure.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import psutil
+
+from megasao.environments.base import EnvironmentFailure
+from megasao.environments.sandbox import bubblewrap
+from megasao.environments.sandbox.workspace import pack
+
+Kind = Literal["bubblewrap", "none"]
+
+END_TIMEOUT_S = 20.0
+_WATCH_S = 0.1
+_ARCHIVE_OVERHEAD = 4 << 20
+
+# The workspace comes in on standard input and goes out on standard output; the command's output goes to standard error.
+_SCRIPT = """
+tar -xf - --no-same-owner || exit 125
+"$@" </dev/null >&2
+code=$?
+tar -cf - . 2>/dev/null
+exit $code
+"""
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """Of one command. ``memory_bytes`` holds for each process and for all together."""
+
+    time_s: float = 10.0
+    memory_bytes: int = 512 << 20
+    processes: int = 64
+    file_bytes: int = 64 << 20
+    workspace_bytes: int = 256 << 20
+    output_bytes: int = 64 << 10
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < float("inf"):
+                raise ValueError(f"sandbox {name}: expected more than 0, got {value}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``exit_code`` is None where a limit (``stopped_by``) ended the command. ``output``: both streams, in order."""
+
+    exit_code: int | None
+    stopped_by: Literal["time", "memory"] | None
+    output: str
+    truncated: bool
+    workspace: bytes
+    seconds: float
+
+
+class Sandbox:
+    """Runs commands one by one; each gets a workspace and gives one back."""
+
+    def __init__(self, kind: Kind = "bubblewrap", limits: SandboxLimits | None = None) -> None:
+        """``none`` isolates nothing, and must be asked for by hand. SandboxUnavailable."""
+        if kind == "bubblewrap":
+            bubblewrap.require()
+        elif kind != "none":
+            raise ValueError(f"sandbox: expected bubblewrap or none, got {kind!r}")
+        self.kind, self.limits = kind, limits or SandboxLimits()
+
+    async def run(self, command: Sequence[str], workspace: bytes | None = None) -> Outcome:
+        """Run ``command`` in the workspace (empty if None). EnvironmentFailure if the sandbox itself breaks."""
+        before = pack({}) if workspace is None else workspace
+        with tempfile.TemporaryDirectory() if self.kind == "none" else contextlib.nullcontext("/") as directory:
+            started = time.monotonic()
+            process = await asyncio.create_subprocess_exec(
+                *self._command(command),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                cwd=directory,
+                **(bubblewrap.identity() if self.kind == "bubblewrap" else {}),
+            )
+            try:
+                return await self._finish(process, before, started)
+            finally:
+                await _end(process)
+
+    def _command(self, command: Sequence[str]) -> list[str]:
+        limits = self.limits
+        limited = [
+            shutil.which("prlimit") or "prlimit",
+            f"--nproc={limits.processes}",
+            f"--as={limits.memory_bytes}",
+            f"--fsize={limits.file_bytes}",
+            "--core=0",
+            "--",
+            "/bin/sh",
+            "-c",
+            _SCRIPT,
+            "sh",
+            *command,
+        ]
+        if self.kind == "none":
+            return limited
+        return bubblewrap.wrap(limited, writable_bytes=limits.workspace_bytes)
+
+    async def _finish(self, process: asyncio.subprocess.Process, before: bytes, started: float) -> Outcome:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        archive_limit = self.limits.workspace_bytes + _ARCHIVE_OVERHEAD
+        streams = asyncio.gather(
+            _write(process.stdin, before),
+            _read(process.stdout, archive_limit),
+            _read(process.stderr, self.limits.output_bytes),
+        )
+        stopped_by = await self._watch(process, streams)
+        if stopped_by is not None:
+            await _end(process)
+        try:
+            _, (archive, archive_cut), (output, cut) = await asyncio.wait_for(streams, END_TIMEOUT_S)
+        except TimeoutError:
+            raise EnvironmentFailure(
+                f"a sandboxed command did not end within {END_TIMEOUT_S:g} s of its kill"
+            ) from None
+        code = await process.wait()
+        said = output.decode(errors="replace")
+        if stopped_by is None and (code == 125 or said.startswith("bwrap: ")):
+            raise EnvironmentFailure(f"the sandbox did not start: {said[-500:]}")
+        # Without an archive the script was ended from inside: the workspace stays as it was.
+        whole = stopped_by is None and bool(archive) and not archive_cut
+        return Outcome(
+            exit_code=code if stopped_by is None else None,
+            stopped_by=stopped_by,
+            output=said,
+            truncated=cut,
+            workspace=archive if whole else before,
+            seconds=time.monotonic() - started,
+        )
+
+    async def _watch(
+        self, process: asyncio.subprocess.Process, streams: "asyncio.Future[Any]"
+    ) -> Literal["time", "memory"] | None:
+        """Until the command ends by itself (None) or must be ended (why)."""
+        deadline = time.monotonic() + self.limits.time_s
+        while True:
+            done, _ = await asyncio.wait([streams], timeout=_WATCH_S)
+            if done:
+                return None
+            if time.monotonic() >= deadline:
+                return "time"
+            if _memory_of(process.pid) > self.limits.memory_bytes:
+                return "memory"
+
+
+async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):  # it ended before it had read everything
+        stream.write(data)
+        await stream.drain()
+    stream.close()
+
+
+async def _read(stream: asyncio.StreamReader, limit: int) -> tuple[bytes, bool]:
+    """The first ``limit`` bytes of a stream, read to its end; whether there were more."""
+    kept, cut = bytearray(), False
+    while data := await stream.read(1 << 16):
+        room = limit - len(kept)
+        kept += data[:room]
+        cut = cut or len(data) > room
+    return bytes(kept), cut
+
+
+def _memory_of(pid: int) -> int:
+    """Resident bytes of a process and all it started."""
+    total = 0
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(pid)
+        for process in [parent, *parent.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_info().rss
+    return total
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kill the sandbox with everything in it."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), END_TIMEOUT_S)

@@ -1,0 +1,196 @@
+"""The sandbox against what would break out of it. Each attempt runs for real; skipped with the reason where none is."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megasao.environments.base import EnvironmentFailure
+from megasao.environments.sandbox import bubblewrap
+from megasao.environments.sandbox.bubblewrap import SandboxUnavailable
+from megasao.environments.sandbox.run import Sandbox, SandboxLimits
+from megasao.environments.sandbox.workspace import pack, unpack
+
+MIB = 1 << 20
+LIMITS = SandboxLimits(
+    time_s=20.0, memory_bytes=256 * MIB, processes=20, file_bytes=MIB, workspace_bytes=8 * MIB, output_bytes=4096
+)
+
+
+def unavailable():
+    try:
+        bubblewrap.require()
+    except SandboxUnavailable as error:
+        return str(error)
+    return None
+
+
+REASON = unavailable()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+PYTHON = Path("/usr/bin/python3")
+needs_python = pytest.mark.skipif(not PYTHON.exists(), reason="the system has no /usr/bin/python3")
+
+
+def run(command, workspace=None, *, kind="bubblewrap", **limits):
+    sandbox = Sandbox(kind, SandboxLimits(**{**vars(LIMITS), **limits}))
+    words = ["/bin/sh", "-c", command] if isinstance(command, str) else command
+    return asyncio.run(asyncio.wait_for(sandbox.run(words, workspace), 90))
+
+
+def python(code, **limits):
+    return run([str(PYTHON), "-c", code], **limits)
+
+
+def test_a_command_gets_a_workspace_and_gives_one_back():
+    outcome = run("cat in.txt; mkdir d; echo two > d/out.txt; echo error >&2; exit 3", pack({"in.txt": b"one\n"}))
+    assert (outcome.exit_code, outcome.stopped_by, outcome.output) == (3, None, "one\nerror\n")
+    assert unpack(outcome.workspace) == {"in.txt": b"one\n", "d/out.txt": b"two\n"}
+    again = run("cat d/out.txt; rm in.txt", outcome.workspace)
+    assert again.output == "two\n" and unpack(again.workspace) == {"d/out.txt": b"two\n"}
+
+
+@needs_python
+def test_there_is_no_network():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"import socket; socket.create_connection(('127.0.0.1', {port}), timeout=5); print('connected')"
+        outcome = python(code)
+        assert outcome.exit_code == 1 and "connected" not in outcome.output
+        listening = threading.Thread(target=server.accept, daemon=True)
+        listening.start()
+        control = python(code, kind="none")  # the same code reaches the server where nothing isolates it
+        assert control.output == "connected\n"
+    names = python("import socket; print([n for _, n in socket.if_nameindex()])").output
+    assert names == "['lo']\n"
+
+
+def test_files_of_the_host_are_not_there(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("hidden")
+    secret.chmod(0o644)
+    outcome = run(f"cat {secret}; cat /etc/passwd; cat /proc/1/environ; ls /; ls /home; env")
+    assert "hidden" not in outcome.output and "root:" not in outcome.output
+    os.environ["MEGASAO_TEST_SECRET"] = "1"
+    try:
+        assert "MEGASAO" not in run("env; cat /proc/*/environ", output_bytes=MIB).output
+        assert "MEGASAO" in run("env", kind="none").output
+    finally:
+        del os.environ["MEGASAO_TEST_SECRET"]
+
+
+@pytest.mark.parametrize("path", ["/x", "/usr/x", "/usr/bin/x", "/dev/x", "/proc/x", "/proc/sys/kernel/hostname"])
+def test_the_system_is_read_only(path):
+    outcome = run(f"echo changed > {path}; mkdir -p {path}.d")
+    assert outcome.exit_code != 0 and not Path(path).is_dir()
+    assert not path.startswith("/usr") or not Path(path).exists()
+
+
+def test_tmp_is_private():
+    run("echo left > /tmp/megasao-sandbox-test")
+    assert not Path("/tmp/megasao-sandbox-test").exists()
+    assert "left" not in run("cat /tmp/megasao-sandbox-test").output
+
+
+def test_a_fork_bomb_hits_the_limit_and_is_gone():
+    run("bomb() { bomb | bomb & }; bomb; sleep 1000", time_s=1.5)
+    assert not psutil.Process().children(recursive=True)
+    counted = run("for i in $(seq 200); do sleep 5 & done; echo all", time_s=10.0)
+    assert "all" not in counted.output.splitlines() and "fork" in counted.output.lower()
+
+
+def test_the_disk_cannot_be_filled():
+    fill = "i=0; while head -c 900000 /dev/zero > {}/f$i; do i=$((i+1)); done 2>/dev/null; echo $i"
+    for place in (".", "/tmp", "/dev/shm"):
+        assert 5 <= int(run(fill.format(place)).output) <= 10, place
+    big = run("head -c 2000000 /dev/zero > big; ls -l big")
+    assert big.exit_code == 0 and " 1048576 " in big.output
+
+
+@needs_python
+def test_memory_is_bounded_for_one_process_and_for_all():
+    assert "MemoryError" in python("x = bytearray(10**9)").output
+    family = "import os, time\nfor _ in range(6):\n  if not os.fork():\n    x = b'1' * (100 << 20); time.sleep(60)\n"
+    outcome = python(family + "time.sleep(60)")
+    assert outcome.stopped_by == "memory" and outcome.exit_code is None
+
+
+def test_time_is_bounded_and_nothing_runs_on():
+    for command in ("while :; do :; done", "trap '' TERM INT HUP; sleep 1000", "setsid sleep 1000; sleep 1000"):
+        outcome = run(command, pack({"a": b"1"}), time_s=1.0)
+        assert outcome.stopped_by == "time" and outcome.exit_code is None
+        assert unpack(outcome.workspace) == {"a": b"1"}
+    assert run("setsid sleep 1000 & echo left").exit_code == 0
+    sleeping = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1000"]]
+    assert not sleeping
+
+
+def test_a_flood_of_output_is_dropped():
+    outcome = run("head -c 100000000 /dev/zero | tr '\\0' x; exit 4")
+    assert outcome.exit_code == 4 and outcome.truncated and len(outcome.output) == 4096
+
+
+@pytest.mark.parametrize("command", ["kill -9 $PPID", "kill -9 -1", "kill -9 1", "kill -STOP $PPID"])
+def test_killing_the_parent_hurts_nobody_else(command):
+    outcome = run(f"echo changed > a; {command}; sleep 0.2", pack({"a": b"1"}), time_s=3.0)
+    assert unpack(outcome.workspace) in ({"a": b"1"}, {"a": b"changed\n"})
+    assert run("echo fine").output == "fine\n"
+
+
+def test_killing_processes_of_the_host_is_impossible():
+    with subprocess.Popen(["sleep", "60"]) as victim:
+        run(f"kill -9 {victim.pid}; kill -9 {os.getpid()}; ls /proc")
+        assert victim.poll() is None
+        shown = run("ls /proc").output.split()
+        assert str(victim.pid) not in shown or len([p for p in shown if p.isdigit()]) < 10
+        victim.kill()
+
+
+def test_links_lead_nowhere(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("hidden")
+    made = run(f"ln -s {secret} link; ln -s /etc/passwd passwd; ln -s ../../.. up; mkfifo pipe; echo x > plain")
+    assert unpack(made.workspace) == {"plain": b"x\n"}
+    later = run("cat link passwd; ls up; echo changed > link", made.workspace)
+    assert "hidden" not in later.output and secret.read_text() == "hidden"
+
+
+def test_it_has_no_capabilities_and_cannot_mount():
+    outcome = run("grep CapEff /proc/self/status; mount -t tmpfs none /tmp && echo mounted; unshare -Urm true")
+    assert "CapEff:\t0000000000000000" in outcome.output and "mounted" not in outcome.output
+
+
+@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", ""])
+def test_a_workspace_stays_inside(name):
+    with pytest.raises(ValueError, match="inside the workspace"):
+        pack({name: b""})
+
+
+def test_what_is_no_workspace_is_refused():
+    with pytest.raises(ValueError, match="not an archive"):
+        unpack(b"x" * 2000)
+    with pytest.raises(EnvironmentFailure, match="did not start"):
+        run("true", b"x" * 2000)
+
+
+def test_without_bubblewrap_it_is_refused_unless_none_is_asked_for(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    bubblewrap._why_not.cache_clear()
+    try:
+        with pytest.raises(SandboxUnavailable, match=r"bubblewrap is not installed.*set sandbox: none"):
+            Sandbox()
+        Sandbox("none")
+        with pytest.raises(ValueError, match="expected bubblewrap or none"):
+            Sandbox("docker")
+    finally:
+        bubblewrap._why_not.cache_clear()
+
+
+@pytest.mark.parametrize("name", list(vars(LIMITS)))
+def test_limits_must_be_positive(name):
+    with pytest.raises(ValueError, match=name):
+        SandboxLimits(**{name: 0})

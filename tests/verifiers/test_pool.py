@@ -1,0 +1,194 @@
+"""The pool of killable verifier processes: what a bad sample does to itself, and that it does nothing to the others."""
+
+import asyncio
+import os
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from megasao.environments.base import EnvironmentFailure
+from megasao.environments.verifiers.pool import MAX_ANSWER, Limits, VerifierError, VerifierPool
+from megasao.rollout.service import failure_reason
+from tests.verifiers.nasty_graders import NASTY
+
+MODULE = ["tests.verifiers.nasty_graders"]
+QUICK = Limits(workers=2, time_limit_s=1.5, memory_bytes=1 << 28)
+
+REASONS = {
+    "loop": "timeout",
+    "ignores": "timeout",
+    "sleep": "timeout",
+    "stop": "timeout",
+    "child": "timeout",
+    "segfault": "crash",
+    "abort": "crash",
+    "hard_exit": "crash",
+    "memory": "memory",
+    "memory_swallowed": "memory",
+    "descriptors": "output",
+    "exit": "error",
+    "nan": "error",
+    "none": "error",
+    "raise": "error",
+    "interrupt": "error",
+    "recursion": "error",
+}
+REFUSED = ["evaluates", "evaluates_swallowed", "shell", "writes", "socket", "imports", "forks", "kills_parent"]
+
+
+async def outcome(pool, answer):
+    try:
+        return await pool.grade("nasty", answer=answer)
+    except VerifierError as error:
+        return error.reason
+
+
+def left_over():
+    """Verifier processes of this test process."""
+    return [p for p in psutil.process_iter(["cmdline"]) if "verifiers.foreman" in " ".join(p.info["cmdline"] or [])]
+
+
+@asynccontextmanager
+async def opened(limits=QUICK, **options):
+    pool = VerifierPool(MODULE, limits, **options)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+    assert not left_over()
+
+
+def run(body):
+    return asyncio.run(asyncio.wait_for(body, 120))
+
+
+def test_each_bad_sample_is_excluded_with_its_reason_and_the_others_keep_their_rewards():
+    async def body():
+        async with opened(guarding="off") as pool:
+            answers = [answer for bad in REASONS for answer in (bad, "good", "bad")]
+            found = await asyncio.gather(*(outcome(pool, answer) for answer in answers))
+            assert found[1::3] == [1.0] * len(REASONS) and found[2::3] == [0.0] * len(REASONS)
+            assert dict(zip(REASONS, found[::3], strict=True)) == {k: f"verifier_{v}" for k, v in REASONS.items()}
+            expected = {reason: list(REASONS.values()).count(reason) for reason in REASONS.values()}
+            assert pool.counts == {**expected, "graded": 2 * len(REASONS)}
+
+    run(body())
+
+
+def test_a_guarded_process_refuses_what_reaches_out_even_if_the_exception_is_caught():
+    async def body():
+        async with opened() as pool:
+            found = await asyncio.gather(*(outcome(pool, answer) for answer in [*REFUSED, "good"]))
+            assert found == ["verifier_refused"] * len(REFUSED) + [1.0]
+        async with opened(guarding="off") as pool:  # without the guard these graders do it, and get their 1
+            assert await outcome(pool, "evaluates") == await outcome(pool, "imports") == 1.0
+
+    run(body())
+
+
+def test_a_gigabyte_of_output_goes_nowhere():
+    async def body():
+        async with opened(Limits(workers=1, time_limit_s=30.0, memory_bytes=1 << 28)) as pool:
+            assert await outcome(pool, "output") == 1.0
+
+    run(body())
+
+
+def test_a_thousand_at_once_with_bad_ones_between():
+    async def body():
+        async with opened(guarding="off") as pool:
+            answers = ["loop" if n % 250 == 1 else "segfault" if n % 250 == 2 else "good" for n in range(1000)]
+            found = await asyncio.gather(*(outcome(pool, answer) for answer in answers))
+            assert found.count(1.0) == 992
+            assert [f for f in found if f != 1.0] == ["verifier_timeout", "verifier_crash"] * 4
+
+    run(body())
+
+
+def test_a_cancelled_caller_leaves_the_pool_usable():
+    async def body():
+        async with opened() as pool:
+            assert await outcome(pool, "good") == 1.0
+            tasks = [asyncio.create_task(outcome(pool, "sleep")) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            for task in tasks:
+                task.cancel()
+            assert await outcome(pool, "good") == 1.0
+
+    run(body())
+
+
+def test_a_foreman_that_dies_fails_what_waits_and_is_replaced():
+    async def body():
+        async with opened(Limits(workers=1, time_limit_s=60.0, memory_bytes=1 << 28)) as pool:
+            assert await outcome(pool, "good") == 1.0
+            waiting = asyncio.create_task(outcome(pool, "sleep"))
+            await asyncio.sleep(0.2)
+            workers = psutil.Process(pool._process.pid).children()
+            pool._process.kill()
+            assert await waiting == "verifier_pool"
+            _, alive = psutil.wait_procs(workers, timeout=10)
+            assert not alive
+            assert await outcome(pool, "good") == 1.0
+
+    run(body())
+
+
+def test_closing_with_work_under_way_ends_every_process():
+    async def body():
+        pool = VerifierPool(MODULE, Limits(workers=2, time_limit_s=60.0, memory_bytes=1 << 28), guarding="off")
+        tasks = [asyncio.create_task(outcome(pool, "child")) for _ in range(3)]
+        while len(left_over()) < 5:  # the foreman, two workers and their children
+            await asyncio.sleep(0.05)
+        await pool.close()
+        assert await asyncio.gather(*tasks) == ["verifier_pool"] * 3
+        assert not left_over()
+        await pool.close()
+
+    run(body())
+
+
+def test_a_closed_pool_starts_anew_in_another_event_loop():
+    pool = VerifierPool(MODULE, QUICK)
+
+    async def one():
+        found = await outcome(pool, "good")
+        await pool.close()
+        return found
+
+    assert [asyncio.run(one()) for _ in range(2)] == [1.0, 1.0]
+    assert not left_over()
+
+
+def test_pools_that_cannot_work_say_why():
+    async def start(**options):
+        pool = VerifierPool(**{"modules": MODULE, **options})
+        with pytest.raises(VerifierError) as caught:
+            await pool.grade("nasty", answer="good")
+        await pool.close()
+        return str(caught.value)
+
+    assert "No module named 'no_such'" in run(start(modules=["no_such"]))
+    small = Limits(memory_bytes=1 << 26)
+    assert "verifiers need at least" in run(start(limits=small))
+
+    async def too_long():
+        async with opened() as pool:
+            assert await outcome(pool, "x" * (MAX_ANSWER + 1)) == "verifier_output"
+
+    run(too_long())
+    for bad in ({"workers": 0}, {"time_limit_s": 0.0}, {"time_limit_s": float("inf")}, {"memory_bytes": 1}):
+        with pytest.raises(ValueError, match="verifier"):
+            Limits(**bad)
+
+
+def test_a_verifier_failure_is_counted_by_its_reason():
+    error = VerifierError("timeout", "longer than 1 s")
+    assert isinstance(error, EnvironmentFailure) and failure_reason(error) == "verifier_timeout"
+    assert failure_reason(EnvironmentFailure("x")) == "environment_failure"
+
+
+def test_every_nasty_grader_has_a_test():
+    assert set(NASTY) == {"good", "bad", "output", *REASONS, *REFUSED}
+    assert os.path.exists("/proc/self/status")
