@@ -128,6 +128,14 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run director
 
 
 @app.command()
+def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
+    """How a run does: steps, speed, staleness, rollouts, last checkpoint, errors. From any node that sees RUN."""
+    from megasao.observability.status import describe_status
+
+    typer.echo(describe_status(*_open_run(run)))
+
+
+@app.command()
 def info() -> None:
     """Versions of what training depends on, and what this machine offers."""
     from megasao.launch.about import about
@@ -185,6 +193,9 @@ def slurm_job(config_file: ConfigFile, overrides: Overrides = None, resume: Resu
     except RoleFailed as failure:
         _complain(str(failure))
         raise typer.Exit(RUN_FAILED) from None
+    if outcome == "interrupted":
+        _complain("interrupted; everything is stopped. Continue with: slurm/glm_scale.sh --resume ...")
+        raise typer.Exit(INTERRUPTED)
     if outcome == "finished":
         from megasao.observability.summary import print_summary
 

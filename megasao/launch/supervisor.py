@@ -182,8 +182,9 @@ class Supervisor:
                 self._handle_death(unit, unit.failed)
             elif hung := [process for process in unit.running if process.silent_s() > self.limits.hang_timeout_s]:
                 self._handle_death(unit, hung)
-        if self.main.first_exit_at is not None and now - self.main.first_exit_at > self.limits.straggler_timeout_s:
-            self._handle_death(self.main, self.main.running)
+        first_exit, stragglers = self.main.first_exit_at, self.main.running  # none while a restart is due
+        if stragglers and first_exit is not None and now - first_exit > self.limits.straggler_timeout_s:
+            self._handle_death(self.main, stragglers)
         self._on_tick(self.restarts)
 
     def _handle_death(self, unit: Unit, culprits: list[RoleProcess]) -> None:

@@ -14,6 +14,7 @@ import re
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 from megasao.config import Config
 from megasao.config.errors import UserError
@@ -23,9 +24,9 @@ from megasao.launch.prepare import prepared_run
 from megasao.launch.process import Guardian, tail
 from megasao.launch.roles import megasao_command
 from megasao.launch.supervisor import LOG_LINES, Outcome, RoleFailed, StopSignals, Unit
+from megasao.observability.history import Happening, latest_step, record
 from megasao.slurm.allocation import Allocation, read_allocation, refuse_what_does_not_fit, slurm_command
 from megasao.slurm.check import check_nodes, endpoints_of
-from megasao.slurm.history import Happening, latest_step, record
 from megasao.slurm.plan import LEAVE_SIGNAL, ROLLOUT, plan_job, slurm_section
 from megasao.slurm.site import read_site
 from megasao.slurm.steps import Steps, absolute
@@ -34,6 +35,8 @@ LOCK_WAIT_S = 60.0
 """How long the launcher of a job that Slurm has given up may hold its run."""
 REMEDY = "submit it with the arguments that `megasao slurm CONFIG --arguments` prints"
 _ALL_LINES = 100_000
+
+JobOutcome = Literal["finished", "interrupted", "requeued"]
 
 
 class LeaveSignal:
@@ -126,8 +129,8 @@ def first_dead_task(said: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def run_job(config: Config, environment: Mapping[str, str], *, resume: bool) -> tuple[Outcome, RunDirectory]:
-    """The whole job; it requeues itself where it left early, and then the outcome is ``interrupted``.
+def run_job(config: Config, environment: Mapping[str, str], *, resume: bool) -> tuple[JobOutcome, RunDirectory]:
+    """The whole job; where it left early it requeues itself.
 
     UserError if it cannot start, RoleFailed if a step died for good.
     """
@@ -155,7 +158,7 @@ def run_job(config: Config, environment: Mapping[str, str], *, resume: bool) -> 
             raise
         if leave.received and (latest_step(run) or 0) < config.loop.steps:
             requeue(run, allocation)
-            return "interrupted", run
+            return "requeued", run
         _note(run, allocation, "finished" if outcome == "finished" else "stopped")
     return outcome, run
 

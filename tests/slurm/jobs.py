@@ -1,6 +1,5 @@
 """Jobs of a scaled-down GLM on the test's Slurm, by the script that users submit."""
 
-import os
 import re
 import subprocess
 import sys
@@ -8,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from megasao.config.rundir import RunDirectory
+from megasao.observability.history import Event, read_history
 from megasao.observability.jsonl import read_metrics
-from megasao.slurm.history import read_history
 from megasao.studies.tiny_model import write_tokenizer
 from tests.megatron.tiny_families import write_tiny_family
 from tests.slurm.cluster import Cluster, wait_until
@@ -20,6 +20,8 @@ from tests.slurm.cluster import Cluster, wait_until
 ROOT = Path(__file__).resolve().parents[2]
 JOB_S = 150.0
 STEPS = 4
+QUEUE_S = 15.0
+"""Slurm's own time to start and end a job, generously."""
 
 
 def write_model(directory: Path) -> Path:
@@ -102,6 +104,34 @@ class Job:
         """The trainer's line of each step."""
         return read_metrics(self.run.metrics / "trainer.jsonl")
 
+    @property
+    def history(self) -> list[Event]:
+        """What happened, over all starts."""
+        return read_history(self.run)
+
+    def left_over(self, except_on: str | None = None) -> list[psutil.Process]:
+        """Processes of this job that are alive; those on one node may be left out."""
+        return [process for process in self.processes() if _variable(process, "SLURMD_NODENAME") != except_on]
+
+    def processes(self) -> list[psutil.Process]:
+        """What Slurm has started for this job, on any node, the launcher and its srun among them."""
+        return [process for process in psutil.process_iter() if _variable(process, "SLURM_JOB_ID") == self.number]
+
+    def task(self, *words: str, **variables: str) -> psutil.Process:
+        """The task of one step whose command line has ``words``."""
+        for process in self.processes():
+            command = process.cmdline()
+            fits = all(_variable(process, name) == value for name, value in variables.items())
+            if fits and "srun" not in command and all(word in command for word in words):
+                return process
+        raise AssertionError(f"no task {words}; {self.explain()}")
+
+    def node(self, role: str) -> str:
+        """The node of a role's first task."""
+        name = _variable(self.task(role), "SLURMD_NODENAME")
+        assert name is not None
+        return name
+
     def explain(self) -> str:
         """Everything that helps to understand a failure."""
         logs = [f"== {file.name}\n{file.read_text(errors='replace')[-1500:]}" for file in self.run.logs.glob("*.log")]
@@ -125,18 +155,34 @@ class Job:
             self.cluster.call("scontrol", "update", f"jobid={self.number}+{component}", "StartTime=now")
 
 
+def _variable(process: psutil.Process, name: str) -> str | None:
+    try:
+        return process.environ().get(name)
+    except psutil.Error:
+        return None
+
+
 def command(cluster: Cluster, site: Path, config: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """`slurm/glm_scale.sh` as a user calls it."""
-    environment = cluster.environment | {"MEGASAO_SITE": str(site), "PYTHONPATH": str(ROOT)}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     return subprocess.run(
         ["slurm/glm_scale.sh", *words, str(config)],
         cwd=ROOT,
-        env=environment,
+        env=_environment(cluster, site),
         capture_output=True,
         text=True,
         timeout=60,
     )
+
+
+def _environment(cluster: Cluster, site: Path) -> dict[str, str]:
+    return cluster.environment | {"MEGASAO_SITE": str(site), "PYTHONPATH": str(ROOT)}
+
+
+def submit_with(cluster: Cluster, site: Path, config: Path, arguments: list[str]) -> Job:
+    """Submit the script by sbatch itself, with other arguments than it would choose."""
+    words = ["sbatch", "--parsable", f"--output={config.parent}/%j.out", *arguments, "slurm/glm_scale.sh", str(config)]
+    number = cluster.call(*words, env=_environment(cluster, site)).strip()
+    return Job(cluster, number, config.parent)
 
 
 def submit(cluster: Cluster, site: Path, config: Path, *words: str) -> Job:

@@ -34,8 +34,12 @@ def history_path(run: RunDirectory) -> Path:
 def record(run: RunDirectory, event: Happening, *, job: str, restart: int, nodes: list[str], detail: str = "") -> None:
     """Add an event; durable when this returns."""
     line = Event(time.time(), job, restart, event, latest_step(run), nodes, detail)
-    with history_path(run).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(line)) + "\n")
+    with history_path(run).open("a+b") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            torn = file.read(1) != b"\n"  # a line that was cut off must not take this one with it
+            file.write(b"\n" if torn else b"")
+        file.write(json.dumps(asdict(line)).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
