@@ -50,4 +50,4 @@ if [ -n "${SLURM_JOB_ID:-}" ]; then
 fi
 plan=$("$MEGASAO_PYTHON" -P -m megasao slurm --arguments -- "$@")
 mapfile -t arguments <<<"$plan"
-exec sbatch "${arguments[@]}" slurm/glm_scale.sh "${options[@]}" "$@"
+exec sbatch "${arguments[@]}" slurm/job.sh "${options[@]}" "$@"

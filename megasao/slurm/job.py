@@ -182,7 +182,11 @@ def requeue(run: RunDirectory, allocation: Allocation) -> None:
     _note(run, allocation, "requeued")
     step = latest_step(run) or 0
     print(f"launcher: left before step {step}, with a checkpoint; requeueing job {allocation.job}", flush=True)
-    slurm_command("scontrol", "requeue", allocation.job)
+    try:
+        slurm_command("scontrol", "requeue", allocation.job)
+    except UserError as failure:
+        _note(run, allocation, "failed", str(failure))
+        raise
 
 
 def _note(run: RunDirectory, allocation: Allocation, event: Happening, detail: str = "") -> None:

@@ -7,7 +7,7 @@ from megasao.config import Config
 from megasao.slurm.plan import LEAVE_SIGNAL, Component, JobPlan
 from megasao.slurm.site import Site
 
-SCRIPT = "slurm/glm_scale.sh"
+SCRIPT = "slurm/job.sh"
 
 
 def component_arguments(plan: JobPlan, component: Component) -> list[str]:

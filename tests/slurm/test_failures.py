@@ -72,7 +72,10 @@ def test_a_site_that_cannot_be_is_refused_before_submitting(cluster: Cluster, mo
 def test_an_allocation_that_is_too_small_is_refused(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     config = jobs.write_config(tmp_path / "config.yaml", model)
     site = jobs.write_site(tmp_path / "site.env")
-    job = jobs.submit_with(cluster, site, config, ["--nodes=1", ":", "--nodes=1", ":", "--nodes=1"])
+    # sbatch's own options, in place of the #SBATCH lines of the script.
+    small = ["--nodes=1", "--cpus-per-task=2", "--mem=1G"]
+    with_gpus = [":", "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=1G", "--gres=gpu:1"]
+    job = jobs.submit_with(cluster, site, config, [*small, *with_gpus, *with_gpus])
     job.wait_for("FAILED", "COMPLETED", "CANCELLED")
     assert job.state == "FAILED", job.output
     assert "trainer: 1 nodes, the config needs 2" in job.output and "--arguments" in job.output
