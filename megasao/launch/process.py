@@ -122,12 +122,13 @@ class RoleProcess:
 
     def terminate(self) -> None:
         """Ask the role to end."""
-        self.signal(signal.SIGTERM)
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the role and what it started, if it runs."""
         if self.poll() is None:
-            self._signal(number)
+            self._signal(signal.SIGTERM)
+
+    def notify(self, number: signal.Signals) -> None:
+        """Send a signal to the role's own process, not to what it started, if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End the role and everything it started, and reap it."""

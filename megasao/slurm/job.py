@@ -108,7 +108,7 @@ class SlurmRun(LocalRun):
         if self._ranks.name != "trainer":
             self._stop.receive(signal.SIGTERM, None)  # the stages before RL start over
         for process in self._ranks.running:
-            process.signal(signal.SIGUSR1)
+            process.notify(signal.SIGUSR1)
 
     def _first_to_die(self, failure: str) -> str:
         """The last lines of the rank that died first, where it was the world of all ranks that failed."""

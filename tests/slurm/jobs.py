@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.slurm.cluster import Cluster, wait_until
 ROOT = Path(__file__).resolve().parents[2]
 JOB_S = 150.0
 STEPS = 4
+SETTLE_S = 5.0
 QUEUE_S = 15.0
 """Slurm's own time to start and end a job, generously."""
 
@@ -113,6 +115,10 @@ class Job:
         """Processes of this job that are alive; those on one node may be left out."""
         return [process for process in self.processes() if _variable(process, "SLURMD_NODENAME") != except_on]
 
+    def wait_until_gone(self, except_on: str | None = None) -> None:
+        """Nothing of the job is alive."""
+        wait_until(lambda: self.left_over(except_on) == [], 30, lambda: f"left: {self.left_over(except_on)}")
+
     def processes(self) -> list[psutil.Process]:
         """What Slurm has started for this job, on any node, the launcher and its srun among them."""
         return [process for process in psutil.process_iter() if _variable(process, "SLURM_JOB_ID") == self.number]
@@ -150,7 +156,8 @@ class Job:
         wait_until(lambda: len(self.steps) >= count, JOB_S, self.explain)
 
     def start_again_now(self) -> None:
-        """Spare the test the two minutes that Slurm lets a requeued job wait."""
+        """Spare the test the two minutes that Slurm lets a requeued job wait; too early it would fail to start."""
+        time.sleep(SETTLE_S)
         for component in range(3):
             self.cluster.call("scontrol", "update", f"jobid={self.number}+{component}", "StartTime=now")
 

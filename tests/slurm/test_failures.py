@@ -22,7 +22,7 @@ def test_a_trainer_that_dies_takes_the_job_down(cluster: Cluster, model: Path, t
     assert job.state == "FAILED" and job.events == ["started", "failed"], job.explain()
     assert "Rank 1 died first; the last lines of" in job.output
     assert "Fatal Python error: Aborted" in job.output, "the log's last lines are not in the job's output"
-    assert job.left_over() == []
+    job.wait_until_gone()
 
 
 def test_a_node_with_another_package_is_named_before_anything_starts(
@@ -32,7 +32,7 @@ def test_a_node_with_another_package_is_named_before_anything_starts(
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: msgspec\nVersion: 0.0.1\n")
     fault = cluster.root / "faults" / "n3"
-    fault.write_text(f"echo export PYTHONPATH={other.parent}:{jobs.ROOT}\n")
+    fault.write_text(f"export PYTHONPATH={other.parent}:{jobs.ROOT}\n")
     config = jobs.write_config(tmp_path / "config.yaml", model)
     try:
         started = time.monotonic()

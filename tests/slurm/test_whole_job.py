@@ -42,7 +42,7 @@ def test_a_whole_job(whole: jobs.Job, cluster: Cluster) -> None:
     runs.check_books(whole.run, jobs.STEPS)
     assert "restarting rollout-1 (1 of 3)" in whole.output, "a dead worker was not replaced"
     assert "policy:" in whole.output and (whole.run.path / "summary.json").exists()
-    assert whole.left_over() == []
+    whole.wait_until_gone()
     shown = describe_status(whole.run, load_config(whole.run.config))
     assert f"{jobs.STEPS} of {jobs.STEPS}, weight version {jobs.STEPS - 1}" in shown
     assert f"{whole.number}: finished" in shown and "restarting rollout-1" in shown
@@ -130,10 +130,10 @@ def test_a_dead_node_requeues_the_job_and_scancel_leaves_nothing(cluster: Cluste
         assert node not in job.history[-1].nodes, "the dead node was used again"
         assert job.history[-1].step is not None and job.history[-1].step >= 1
         job.wait_for_steps(reached + 1)
-        runs.check_books(job.run, len(batches(job)))
         cluster.call("scancel", job.number)
         job.wait_for("CANCELLED")
-        wait_until(lambda: job.left_over(except_on=node) == [], 30, lambda: f"left: {job.left_over(except_on=node)}")
+        job.wait_until_gone(except_on=node)
+        runs.check_books(job.run, len(batches(job)))
         assert job.events[-1] in ("started", "stopped")
     finally:
         for left in job.left_over():  # what Slurm cannot end on a node whose daemon is dead
