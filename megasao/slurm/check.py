@@ -54,14 +54,18 @@ def check_nodes(
 
 def endpoints_of(reports: list[NodeReport]) -> Endpoints:
     """Where the run's sockets are: the controller's on its node, the others on that of trainer rank 0."""
-    controller = next(report for report in reports if report.component == CONTROLLER)
-    first = next(report for report in reports if report.component == TRAINER and report.index == 0)
+    controller, first = (_first(reports, component) for component in (CONTROLLER, TRAINER))
     return Endpoints(
         controller=f"tcp://{_host(controller.address)}:{controller.ports[0]}",
         weights=f"tcp://{_host(first.address)}:{first.ports[1]}",
         torch_host=first.address,
         torch_port=first.ports[2],
     )
+
+
+def meeting_ports(reports: list[NodeReport]) -> dict[str, int]:
+    """Where the ranks of each stage meet; one each, as the kernel may still hold that of the stage before."""
+    return dict(zip(("trainer", "sft", "value"), _first(reports, TRAINER).ports[2:], strict=True))
 
 
 def problems_of(reports: list[NodeReport]) -> list[str]:
@@ -112,6 +116,10 @@ def _silent(allocation: Allocation, reports: list[NodeReport]) -> list[str]:
         for node in share.nodes
         if (index, node) not in heard
     ]
+
+
+def _first(reports: list[NodeReport], component: int) -> NodeReport:
+    return next(report for report in reports if report.component == component and report.index == 0)
 
 
 def _host(address: str) -> str:

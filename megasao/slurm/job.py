@@ -26,7 +26,7 @@ from megasao.launch.roles import megasao_command
 from megasao.launch.supervisor import LOG_LINES, Outcome, RoleFailed, StopSignals, Unit
 from megasao.observability.history import Happening, latest_step, record
 from megasao.slurm.allocation import Allocation, read_allocation, refuse_what_does_not_fit, slurm_command
-from megasao.slurm.check import check_nodes, endpoints_of
+from megasao.slurm.check import check_nodes, endpoints_of, meeting_ports
 from megasao.slurm.plan import LEAVE_SIGNAL, ROLLOUT, plan_job, slurm_section
 from megasao.slurm.site import read_site
 from megasao.slurm.steps import Steps, absolute
@@ -58,6 +58,7 @@ class SlurmRun(LocalRun):
         run: RunDirectory,
         config: Config,
         steps: Steps,
+        ports: Mapping[str, int],
         guardian: Guardian,
         signals: StopSignals,
         leave: LeaveSignal,
@@ -66,7 +67,7 @@ class SlurmRun(LocalRun):
         command = megasao_command(run, steps.site.step_python)
         super().__init__(run, config, command, guardian, signals, self._tick)
         self._steps, self._leave, self._stop, self._show = steps, leave, signals, show
-        self._endpoints = run.read_endpoints()
+        self._host, self._ports = run.read_endpoints().torch_host, ports
         self._ranks: Unit | None = None
         self._told = False
 
@@ -80,8 +81,7 @@ class SlurmRun(LocalRun):
 
     def world(self, stage: str) -> Unit:
         """One step of all ranks."""
-        host, port = self._endpoints.torch_host, self._endpoints.torch_port
-        self._ranks = Unit(stage, lambda: [self._steps.world(stage, host, port)], max_restarts=0)
+        self._ranks = Unit(stage, lambda: [self._steps.world(stage, self._host, self._ports[stage])], max_restarts=0)
         return self._ranks
 
     def perform(self, last: Stage) -> Outcome:
@@ -107,6 +107,7 @@ class SlurmRun(LocalRun):
         self._told = True
         if self._ranks.name != "trainer":
             self._stop.receive(signal.SIGTERM, None)  # the stages before RL start over
+            return
         for process in self._ranks.running:
             process.notify(signal.SIGUSR1)
 
@@ -140,6 +141,7 @@ def run_job(config: Config, environment: Mapping[str, str], *, resume: bool) -> 
     config = config.model_copy(update={"transport": config.transport.model_copy(update={"curve": True})})
     run = absolute(Path(config.run.directory) / config.run.name)
     again = allocation.restarts > 0 and run.config.is_file()
+    ports: dict[str, int] = {}
     steps = Steps(run, config, plan, site, allocation.shares[ROLLOUT].nodes, environment)
     leave = LeaveSignal()
     with StopSignals().installed() as signals, Guardian() as guardian:
@@ -147,11 +149,13 @@ def run_job(config: Config, environment: Mapping[str, str], *, resume: bool) -> 
         def place(_: RunDirectory, config: Config) -> Endpoints:
             _note(run, allocation, "started")
             timeout_s = slurm_section(config).check_timeout_s
-            return endpoints_of(check_nodes(run, plan, site, allocation, steps, guardian, timeout_s=timeout_s))
+            reports = check_nodes(run, plan, site, allocation, steps, guardian, timeout_s=timeout_s)
+            ports.update(meeting_ports(reports))
+            return endpoints_of(reports)
 
         try:
             with prepared_run(config, resume=resume or again, place=place, lock_wait_s=LOCK_WAIT_S if again else 0.0):
-                outcome = _train(run, config, steps, guardian, signals, leave)
+                outcome = _train(run, config, steps, ports, guardian, signals, leave)
         except (UserError, RoleFailed) as failure:
             if run.config.is_file():
                 _note(run, allocation, "failed", str(failure).splitlines()[0])
@@ -164,7 +168,13 @@ def run_job(config: Config, environment: Mapping[str, str], *, resume: bool) -> 
 
 
 def _train(
-    run: RunDirectory, config: Config, steps: Steps, guardian: Guardian, signals: StopSignals, leave: LeaveSignal
+    run: RunDirectory,
+    config: Config,
+    steps: Steps,
+    ports: Mapping[str, int],
+    guardian: Guardian,
+    signals: StopSignals,
+    leave: LeaveSignal,
 ) -> Outcome:
     """Every stage that is left, with a line for each step in the job's output."""
     from megasao.observability.panel import Panel
@@ -172,7 +182,7 @@ def _train(
     panel = Panel(run, config)
     try:
         show = every(PANEL_INTERVAL_S, panel.update)
-        return SlurmRun(run, config, steps, guardian, signals, leave, show).perform("rl")
+        return SlurmRun(run, config, steps, ports, guardian, signals, leave, show).perform("rl")
     finally:
         panel.close()
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megasao.config.rundir import RunDirectory, write_atomically
 
-PORTS = 3
-"""Free ports that each node offers: for the controller, for weights, and for the trainer's rendezvous."""
+PORTS = 5
+"""Free ports that each node offers: for the controller, for weights, and for the rendezvous of each stage's ranks."""
 
 
 @dataclass(frozen=True)

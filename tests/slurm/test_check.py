@@ -14,7 +14,7 @@ import zmq
 from megasao.config.errors import UserError
 from megasao.config.rundir import RunDirectory
 from megasao.launch.world import world_of_srun
-from megasao.slurm.check import LARGEST_SKEW_S, endpoints_of, problems_of
+from megasao.slurm.check import LARGEST_SKEW_S, endpoints_of, meeting_ports, problems_of
 from megasao.slurm.job import first_dead_task
 from megasao.slurm.node import LEAST_FILES, check_node, interface_address
 from megasao.slurm.report import Expected, NodeReport, expected_path, read_reports
@@ -38,7 +38,7 @@ def test_a_good_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_PROCID", "3")
     report = check_node(run, 1)
     assert report.problems == [] and (report.node, report.component, report.index) == ("n7", 1, 3)
-    assert report.address == "127.0.0.1" and len(set(report.ports)) == 3 and abs(report.clock_s) < LARGEST_SKEW_S
+    assert report.address == "127.0.0.1" and len(set(report.ports)) == 5 and abs(report.clock_s) < LARGEST_SKEW_S
     assert report.facts["torch"] not in ("", "not installed")
     assert read_reports(run, "abc") == [report]
     assert read_reports(run, "of another launch") == []
@@ -89,7 +89,8 @@ def reports(**changes: object) -> list[NodeReport]:
     """Three nodes; ``changes`` are those of the second."""
     facts = {"python": "3.11.7", "msgspec": "0.19.0"}
     good = [
-        NodeReport(f"n{index}", index, "abc", 0, f"10.0.0.{index}", [5000, 5001, 5002], facts) for index in range(3)
+        NodeReport(f"n{index}", index, "abc", 0, f"10.0.0.{index}", [5000, 5001, 5002, 5003, 5004], facts)
+        for index in range(3)
     ]
     good[1] = dataclasses.replace(good[1], **changes)  # type: ignore[arg-type]
     return good
@@ -109,6 +110,7 @@ def test_the_sockets_of_a_run() -> None:
     endpoints = endpoints_of(reports())
     assert endpoints.controller == "tcp://10.0.0.0:5000" and endpoints.weights == "tcp://10.0.0.1:5001"
     assert (endpoints.torch_host, endpoints.torch_port) == ("10.0.0.1", 5002)
+    assert meeting_ports(reports()) == {"trainer": 5002, "sft": 5003, "value": 5004}
     assert endpoints_of(reports(address="fd00::2")).weights == "tcp://[fd00::2]:5001"
 
 
