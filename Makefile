@@ -10,7 +10,7 @@ SEED ?= 0
 RUN ?= laptop-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 DEMO_MODEL := build/laptop_model-$(SEED)
 
-.PHONY: setup sandbox demo test test-full lint clean
+.PHONY: setup sandbox slurm demo test test-full lint clean
 
 setup: $(VENV)/.ready
 
@@ -28,10 +28,17 @@ $(DEMO_MODEL)/config.json: | setup
 demo: setup $(DEMO_MODEL)/config.json
 	$(BIN)/megasao train configs/laptop.yaml model.path=$(DEMO_MODEL) run.name=$(RUN) run.seed=$(SEED) $(ARGS)
 
-lint: setup
+# A real Slurm and shellcheck for the tests, where root on Debian can install them; else those tests are skipped and say so.
+slurm:
+	@PATH="$$PATH:/usr/sbin"; for name in slurmctld slurmd srun munged shellcheck; do \
+	    command -v $$name >/dev/null || { sh tools/install_slurm.sh; break; }; done
+
+lint: setup slurm
 	$(BIN)/ruff check setup.py csrc megasao tests tools benchmarks
 	$(BIN)/ruff format --check setup.py csrc megasao tests tools benchmarks
 	$(BIN)/mypy
+	@if command -v shellcheck >/dev/null; then shellcheck -x slurm/*.sh tools/*.sh; \
+	else echo 'shellcheck is not installed: shell scripts were not checked'; fi
 
 # Untrusted code runs in bubblewrap. Where it is missing and cannot be installed, its tests are skipped with the reason.
 sandbox:

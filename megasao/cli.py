@@ -3,6 +3,7 @@
 Modules that import torch are imported inside the commands that need them, so that ``check`` answers at once.
 """
 
+import os
 import shlex
 import sys
 from enum import StrEnum
@@ -129,6 +130,14 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run director
 
 
 @app.command()
+def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
+    """How a run does: steps, speed, staleness, rollouts, last checkpoint, errors. From any node that sees RUN."""
+    from megasao.observability.status import describe_status
+
+    typer.echo(describe_status(*_open_run(run)))
+
+
+@app.command()
 def info() -> None:
     """Versions of what training depends on, and what this machine offers."""
     from megasao.launch.about import about
@@ -158,6 +167,55 @@ def study(
 
 
 @app.command()
+def slurm(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    arguments: Annotated[bool, typer.Option("--arguments", help="Only the arguments of sbatch, a line each.")] = False,
+    header: Annotated[bool, typer.Option("--header", help="Only the same as #SBATCH lines of a script.")] = False,
+) -> None:
+    """What a run asks of a Slurm cluster, and every step that it would start. Submits nothing."""
+    from megasao.config.load import load_config
+    from megasao.slurm.command import describe
+
+    config = load_config(config_file, overrides or [])
+    typer.echo(describe(config, "arguments" if arguments else "header" if header else "plan"))
+
+
+@app.command("slurm-job")
+def slurm_job(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
+    """Inside a Slurm job: the whole run (started by slurm/glm_scale.sh)."""
+    from megasao.launch.supervisor import RoleFailed
+    from megasao.slurm.job import run_job
+
+    config, model_there = _load_checked(config_file, overrides)
+    if not model_there:
+        raise UserError(f"model.path = {config.model.path} has no config.json: not a Hugging Face checkpoint directory")
+    try:
+        outcome, directory = run_job(config, os.environ, resume=resume)
+    except RoleFailed as failure:
+        _complain(str(failure))
+        raise typer.Exit(RUN_FAILED) from None
+    if outcome == "interrupted":
+        _complain("interrupted; everything is stopped. Continue with: slurm/glm_scale.sh --resume ...")
+        raise typer.Exit(INTERRUPTED)
+    if outcome == "finished":
+        from megasao.observability.summary import print_summary
+
+        print_summary(directory, config)
+        _show_results(directory)
+
+
+@app.command("slurm-node")
+def slurm_node(run: RunPath, component: Annotated[int, typer.Option(min=0, help="Component of the job.")]) -> None:
+    """Inside a Slurm job: check this node before anything starts (started by the launcher)."""
+    from megasao.config.rundir import RunDirectory
+    from megasao.slurm.node import check_node
+
+    report = check_node(RunDirectory(run), component)
+    typer.echo(f"{report.node}: {'; '.join(report.problems) or 'as it should be'}")
+
+
+@app.command()
 def controller(run: RunPath) -> None:
     """Role: the controller of a run (started by the launcher)."""
     from megasao.controller.main import run as run_controller
@@ -183,7 +241,10 @@ def trainer(
     run: RunPath, stage: Annotated[Stage, typer.Option(help="Fine-tuning, value pretraining or RL.")] = Stage.rl
 ) -> None:
     """Role: one trainer rank (started by the launcher, torchrun or srun; the world is in the environment)."""
+    from megasao.launch.world import world_of_srun
+
     directory, config = _begin_role(run)
+    os.environ.update(world_of_srun(os.environ))
     if stage is Stage.sft:
         from megasao.training.sft import run as run_sft
 
@@ -256,6 +317,10 @@ def _launch(config_file: Path, overrides: list[str] | None, *, resume: bool, las
     if last is Stage.value:
         typer.echo(f"{_value_result(directory)}\nvalue model: {directory.value}\ncontinue with: {again}")
         return
+    _show_results(directory)
+
+
+def _show_results(directory: "RunDirectory") -> None:
     from megasao.observability.report import write_report
 
     typer.echo(f"policy: {directory.final_policy}\nreport: {write_report(directory)}")

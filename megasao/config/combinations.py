@@ -214,6 +214,36 @@ def megatron_options(config: "Config") -> Iterator[Problem]:
     yield from megatron.problems(config)
 
 
+def slurm_nodes(config: "Config") -> Iterator[Problem]:
+    """Every node of a component is filled alike, and processes of a node share no GPU."""
+    options = config.slurm
+    if options is None:
+        return
+    gpus, ranks, workers = options.gpus_per_node, config.parallel.ranks, config.rollout.workers
+    on_node = options.ranks_on_a_node()
+    if ranks > on_node and ranks % on_node:
+        reason = f"parallel.ranks = {ranks} do not fill whole nodes of {on_node}; give a number that divides them"
+        yield Problem("slurm.ranks_per_node", reason)
+    elif gpus and min(on_node, ranks) > gpus:
+        yield Problem("slurm.ranks_per_node", f"{on_node} ranks on a node of slurm.gpus_per_node = {gpus}: one each")
+    if workers % options.rollout_nodes:
+        reason = f"rollout.workers = {workers} cannot be spread evenly over {options.rollout_nodes} nodes"
+        yield Problem("slurm.rollout_nodes", f"{reason}; give a number that divides them, or more workers")
+    elif gpus and workers // options.rollout_nodes > gpus:
+        reason = f"{workers // options.rollout_nodes} workers on a node of {gpus} GPUs would share them; use more nodes"
+        yield Problem("slurm.rollout_nodes", reason)
+    if options.leave_before_limit_s >= 60 * options.time_limit_minutes:
+        reason = (
+            f"{options.leave_before_limit_s} s before a limit of {options.time_limit_minutes} min is before the start"
+        )
+        yield Problem("slurm.leave_before_limit_s", f"{reason}; use fewer seconds or a longer limit")
+    if config.plan.rollout_gpus and gpus and config.plan.rollout_gpus != gpus * options.rollout_nodes:
+        reason = (
+            f"{gpus * options.rollout_nodes} GPUs of rollout nodes, but plan.rollout_gpus = {config.plan.rollout_gpus}"
+        )
+        yield Problem("slurm.rollout_nodes", f"{reason}; the plan would be of another fleet, make them equal")
+
+
 RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     batch,
     estimator,
@@ -227,6 +257,7 @@ RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     exposure,
     router_replay,
     megatron_options,
+    slurm_nodes,
 )
 
 

@@ -128,3 +128,10 @@ class RunDirectory:
     def read_endpoints(self) -> Endpoints:
         """The recorded addresses; FileNotFoundError if the run was never launched."""
         return Endpoints(**json.loads((self.path / "endpoints.json").read_text(encoding="utf-8")))
+
+    def controller_address(self) -> str | None:
+        """The controller's recorded address; None if the run was never launched."""
+        try:
+            return self.read_endpoints().controller
+        except FileNotFoundError:
+            return None

@@ -12,12 +12,15 @@ from megasao.transport.keys import load_keys
 
 logger = logging.getLogger(__name__)
 
+LOCK_WAIT_S = 10.0
+"""Longer than a controller that is not the run's any more takes to notice that, and to end."""
+
 
 def run(run: RunDirectory, config: Config) -> None:
     """Serve the run until its trainer says that it is finished, or SIGTERM. Continues from what is on disk."""
     keys = load_keys(run.keys) if config.transport.curve else None
     environment = make_environment(config.environment)
-    opened = Opened(run)
+    opened = Opened(run, lock_wait_s=LOCK_WAIT_S)
     server = ControllerServer(run, config, environment, opened, address=run.read_endpoints().controller, keys=keys)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     if opened.journal.discarded_bytes:

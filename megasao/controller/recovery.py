@@ -8,6 +8,7 @@ Invariants:
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -48,10 +49,10 @@ class EvaluationsFile:
 class Opened:
     """The open files of a run, and the summaries of the rows that they held."""
 
-    def __init__(self, run: RunDirectory, *, segment_bytes: int = SEGMENT_BYTES) -> None:
-        """Raises ValueError where another controller has them open, or where they are damaged."""
+    def __init__(self, run: RunDirectory, *, segment_bytes: int = SEGMENT_BYTES, lock_wait_s: float = 0.0) -> None:
+        """Raises ValueError where another controller has them open for ``lock_wait_s``, or where they are damaged."""
         run.create()
-        self._lock = _lock(run.journal / "lock")
+        self._lock = _lock(run.journal / "lock", lock_wait_s)
         self.ledger = Ledger.open(run.journal / "ledger.jsonl")
         self.journal = Journal(run.journal, segment_bytes=segment_bytes)
         self.store = JournalStore(self.journal)
@@ -80,11 +81,15 @@ class Opened:
         self._lock.close()
 
 
-def _lock(path: Path) -> BinaryIO:
+def _lock(path: Path, wait_s: float) -> BinaryIO:
     file = path.open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ValueError(f"another controller of this run is alive (it holds {path}); stop it first") from None
-    return file
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                file.close()
+                raise ValueError(f"another controller of this run is alive (it holds {path}); stop it first") from None
+            time.sleep(0.1)

@@ -5,7 +5,8 @@ Invariants:
   acknowledgement is therefore never ahead of the disk;
 - a message that is malformed, or that no rule allows, is answered by ``Refused`` and changes nothing;
 - the loop never waits for a peer: what cannot be sent stays in the peer's bounded queue, and a peer that does not
-  read is given up.
+  read is given up;
+- a controller whose run another launch has taken over (its address is no longer the run's) ends within seconds.
 """
 
 import logging
@@ -69,6 +70,10 @@ METRICS_EVERY_S = 1.0
 Incoming = FromWorker | FromTrainer
 
 
+class TakenOver(RuntimeError):
+    """Another launch has the run: a node that was given up can have left this controller alive."""
+
+
 class ControllerServer:
     """Owns the socket. ``opened`` holds what is on disk; ``run`` serves until FinishRequest, or ``stop``."""
 
@@ -84,6 +89,7 @@ class ControllerServer:
     ) -> None:
         self.state: ControllerState = opened.state(config, environment, now=time.monotonic())
         self._run = run
+        self._address = address
         self._config = config
         self._opened = opened
         self._intake = Intake(self.state, opened.journal, opened.store)
@@ -100,7 +106,10 @@ class ControllerServer:
         self._socket = bind_router(self._context, address, high_water_mark=config.transport.high_water_mark, keys=keys)
 
     def run(self) -> None:
-        """Serve until the trainer's FinishRequest is answered and the workers are told to stop, or until ``stop``."""
+        """Serve until the trainer's FinishRequest is answered and the workers are told to stop, or until ``stop``.
+
+        TakenOver where another launch has the run.
+        """
         while not self._stopped and not self._is_finished():
             self.tick()
 
@@ -275,5 +284,13 @@ class ControllerServer:
 
     def _log_metrics(self, now: float) -> None:
         if now >= self._metrics_due:
+            self._refuse_to_share()
             self._metrics_due = now + METRICS_EVERY_S
             self._metrics.log(self.state.batches.next_step, self.state.metrics())
+
+    def _refuse_to_share(self) -> None:
+        current = self._run.controller_address()
+        if current not in (None, self._address):
+            raise TakenOver(
+                f"the controller of {self._run.path} is now at {current}; this one, at {self._address}, ends"
+            )

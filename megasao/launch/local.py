@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -51,7 +50,7 @@ def launch(
 
 
 class LocalRun:
-    """The stages of a run."""
+    """The stages of a run. Where its roles run is up to ``controller``, ``rollout`` and ``world``."""
 
     def __init__(
         self,
@@ -81,24 +80,28 @@ class LocalRun:
 
     def fine_tune(self) -> Outcome:
         """Only trainer ranks; their result is ``run.sft``."""
-        return self._supervise(self._world("sft"), [])
+        return self._supervise(self.world("sft"), [])
 
     def pretrain_value(self) -> Outcome:
         """Only trainer ranks; their result is ``run.value``."""
-        return self._supervise(self._world("value"), [])
+        return self._supervise(self.world("value"), [])
 
     def train(self) -> Outcome:
         """The whole asynchronous loop."""
-        run, config, command = self.run, self.config, self._command
-        services = [Unit("controller", lambda: [controller_role(run, config, command)])]
-        for index in range(config.rollout.workers):
-            services.append(Unit(f"rollout-{index}", partial(self._rollout, index)))
-        return self._supervise(self._world("trainer"), services)
+        services = [self.controller(), *(self.rollout(index) for index in range(self.config.rollout.workers))]
+        return self._supervise(self.world("trainer"), services)
 
-    def _rollout(self, index: int) -> list[Role]:
-        return [rollout_role(self.run, self.config, self._command, index)]
+    def controller(self) -> Unit:
+        """The controller of the run."""
+        return Unit("controller", lambda: [controller_role(self.run, self.config, self._command)])
 
-    def _world(self, stage: str) -> Unit:
+    def rollout(self, index: int) -> Unit:
+        """Rollout worker ``index``."""
+        return Unit(f"rollout-{index}", lambda: [rollout_role(self.run, self.config, self._command, index)])
+
+    def world(self, stage: str) -> Unit:
+        """Every rank of a stage: ``trainer``, ``sft`` or ``value``."""
+
         def make_roles() -> list[Role]:
             (port,) = free_ports(1)  # a new one each time: the old one may still be waiting in the kernel
             return trainer_roles(self.run, self.config, self._command, stage=stage, host="127.0.0.1", port=port)

@@ -30,7 +30,8 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def _can_bind(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((host, port))
         except OSError:

@@ -8,10 +8,11 @@ Invariants:
 
 import fcntl
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megasao.config import Config
 from megasao.config.errors import UserError
@@ -20,18 +21,28 @@ from megasao.config.rundir import Endpoints, RunDirectory, write_atomically
 from megasao.launch.ports import free_ports
 from megasao.transport.keys import make_run_keys
 
-SAFE_TO_CHANGE = ("loop.steps", "observability", "checkpoint", "evaluation", "supervision")
+SAFE_TO_CHANGE = ("loop.steps", "observability", "checkpoint", "evaluation", "supervision", "slurm")
 _SAME_BY_CONSTRUCTION = ("run.directory",)  # may be spelled another way for the same place
 _LOCK = "lock"
 
 
 @contextmanager
-def prepared_run(config: Config, *, resume: bool) -> Iterator[RunDirectory]:
-    """The run directory of ``config``, locked for this process and ready for the roles; UserError if it cannot be."""
+def prepared_run(
+    config: Config,
+    *,
+    resume: bool,
+    place: Callable[[RunDirectory, Config], Endpoints] | None = None,
+    lock_wait_s: float = 0.0,
+) -> Iterator[RunDirectory]:
+    """The run directory of ``config``, locked for this process and ready for the roles; UserError if it cannot be.
+
+    ``place`` says where the run's sockets are; by default on this machine. Another launcher that has the run is given
+    ``lock_wait_s`` seconds to let go of it.
+    """
     run = RunDirectory(Path(config.run.directory) / config.run.name)
     _refuse_wrong_start(run, resume)
     run.path.mkdir(parents=True, exist_ok=True)
-    with _locked(run.path / _LOCK, run):
+    with _locked(run.path / _LOCK, run, lock_wait_s):
         _refuse_wrong_start(run, resume)
         if resume:
             refuse_unsafe_changes(load_config(run.config), config)
@@ -39,7 +50,7 @@ def prepared_run(config: Config, *, resume: bool) -> Iterator[RunDirectory]:
         write_atomically(run.config, dump_config(config))
         if config.transport.curve:
             make_run_keys(run.keys)
-        run.write_endpoints(new_endpoints(config))
+        run.write_endpoints(place(run, config) if place is not None else new_endpoints(config))
         yield run
 
 
@@ -89,21 +100,28 @@ def _refuse_wrong_start(run: RunDirectory, resume: bool) -> None:
 
 
 @contextmanager
-def _locked(path: Path, run: RunDirectory) -> Iterator[None]:
+def _locked(path: Path, run: RunDirectory, wait_s: float) -> Iterator[None]:
     """Hold the lock file; the kernel lets go of it when this process ends, however it ends."""
     with path.open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        deadline = time.monotonic() + wait_s
+        while not (held := _try_lock(file)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        if not held:
             file.seek(0)
             owner = file.read().strip() or "unknown"
-            raise UserError(
-                f"another launcher (process {owner}) is running {run.path}; wait for it, or stop it first"
-            ) from None
+            raise UserError(f"another launcher (process {owner}) is running {run.path}; wait for it, or stop it first")
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield
+
+
+def _try_lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

@@ -29,6 +29,8 @@ class Role:
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     heartbeat: Path | None = None
     """The file that the role touches while it works; None is not watched."""
+    ask_before_kill_s: float = 0.0
+    """Longest time between SIGTERM and SIGKILL, in which a program that stands for another elsewhere ends that one."""
 
 
 class Guardian:
@@ -123,8 +125,18 @@ class RoleProcess:
         if self.poll() is None:
             self._signal(signal.SIGTERM)
 
+    def notify(self, number: signal.Signals) -> None:
+        """Send a signal to the role's own process, not to what it started, if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
     def kill(self) -> None:
         """End the role and everything it started, and reap it."""
+        if self.role.ask_before_kill_s > 0 and self.poll() is None:
+            self._signal(signal.SIGTERM)
+            deadline = time.monotonic() + self.role.ask_before_kill_s
+            while self.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
         if self.poll() is None:
             self._signal(signal.SIGKILL)
             self.code = self._process.wait()

@@ -9,6 +9,15 @@ from megasao.config import Config
 from megasao.config.rundir import RunDirectory
 from megasao.launch.process import Role
 
+EVERYWHERE = {
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Variables of every role."""
+
 RoleCommand = Callable[[str, int], list[str]]
 """(role, index) -> command; the roles are ``controller``, ``rollout``, ``trainer``, ``sft`` and ``value``."""
 
@@ -16,12 +25,12 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 _WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def megasao_command(run: RunDirectory) -> RoleCommand:
+def megasao_command(run: RunDirectory, python: str = sys.executable) -> RoleCommand:
     """The commands of this package's own roles."""
 
     def command(role: str, index: int) -> list[str]:
         # -P: a file of the user's directory must not stand in for a module that a role imports.
-        base = [sys.executable, "-P", "-m", "megasao"]
+        base = [python, "-P", "-m", "megasao"]
         where = ["--run", str(run.path)]
         if role == "rollout":
             return [*base, "rollout", *where, "--index", str(index)]
@@ -71,18 +80,17 @@ def trainer_roles(
 def child_environment(*, threads: int, parent: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a role: offline, unbuffered, and on a machine without CUDA no more threads than asked for."""
     environment = {name: value for name, value in parent.items() if name not in _WORLD_VARIABLES}
-    environment |= {
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    environment |= EVERYWHERE
     if not has_nvidia_device():
-        environment |= {name: str(threads) for name in _THREAD_VARIABLES}
-        environment["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused functions would otherwise compile, with a compiler
+        environment |= without_cuda(threads)
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve must not matter here
     return environment
+
+
+def without_cuda(threads: int) -> dict[str, str]:
+    """Variables of a role on a machine without CUDA: so many threads, and no compiler."""
+    # Megatron's fused functions would otherwise compile.
+    return {**{name: str(threads) for name in _THREAD_VARIABLES}, "TORCHDYNAMO_DISABLE": "1"}
 
 
 def has_nvidia_device() -> bool:

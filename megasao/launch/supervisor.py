@@ -3,7 +3,8 @@
 A unit is what is restarted together: the controller alone, each rollout worker alone, all trainer ranks as one world.
 
 Invariants:
-- a unit is restarted at most ``max_restarts`` times; the next death fails the run with the end of that role's log;
+- a unit is restarted at most ``max_restarts`` times (its own number, or that of all); the next death fails the run with
+  the end of that role's log;
 - when ``supervise`` returns or raises, no process of any unit is left;
 - a process that shows no sign of life for ``hang_timeout_s`` counts as dead;
 - every stop is bounded: ask, wait, SIGTERM, wait, SIGKILL.
@@ -39,6 +40,8 @@ class Unit:
 
     name: str
     make_roles: Callable[[], list[Role]]
+    max_restarts: int | None = None
+    """None: as ``Limits`` says."""
     processes: list[RoleProcess] = field(default_factory=list)
     restarts: int = 0
     restart_at: float | None = None
@@ -179,25 +182,26 @@ class Supervisor:
                 self._handle_death(unit, unit.failed)
             elif hung := [process for process in unit.running if process.silent_s() > self.limits.hang_timeout_s]:
                 self._handle_death(unit, hung)
-        if self.main.first_exit_at is not None and now - self.main.first_exit_at > self.limits.straggler_timeout_s:
-            self._handle_death(self.main, self.main.running)
+        first_exit, stragglers = self.main.first_exit_at, self.main.running  # none while a restart is due
+        if stragglers and first_exit is not None and now - first_exit > self.limits.straggler_timeout_s:
+            self._handle_death(self.main, stragglers)
         self._on_tick(self.restarts)
 
     def _handle_death(self, unit: Unit, culprits: list[RoleProcess]) -> None:
         """Plan the restart of ``unit``, or fail the run."""
         reason = ", ".join(f"{process.role.name}: {self._exit_reason(process)}" for process in culprits)
         unit.kill()
-        if unit.restarts >= self.limits.max_restarts:
+        allowed = self.limits.max_restarts if unit.max_restarts is None else unit.max_restarts
+        if unit.restarts >= allowed:
             log = culprits[0].role.log
             raise RoleFailed(
-                f"{reason}. {unit.name} was restarted {unit.restarts} times, which is all that "
-                f"supervision.max_restarts = {self.limits.max_restarts} allows; the run is stopped.\n"
+                f"{reason}. {_restarts(unit, self.limits)}; the run is stopped.\n"
                 f"The last lines of {log}:\n{tail(log, LOG_LINES)}"
             )
         delay = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**unit.restarts)
         unit.restart_at = time.monotonic() + delay
         unit.restarts += 1
-        self._report(f"{reason}; restarting {unit.name} ({unit.restarts} of {self.limits.max_restarts})")
+        self._report(f"{reason}; restarting {unit.name} ({unit.restarts} of {allowed})")
 
     def _exit_reason(self, process: RoleProcess) -> str:
         if process.code is None and process.silent_s() > self.limits.hang_timeout_s:
@@ -244,3 +248,13 @@ class Supervisor:
                 return
             self._on_tick(self.restarts)
             self._signals.sleep(POLL_S)
+
+
+def _restarts(unit: Unit, limits: Limits) -> str:
+    """Why there is no other try."""
+    if unit.max_restarts == 0:
+        return f"{unit.name} is not restarted on its own here"
+    return (
+        f"{unit.name} was restarted {unit.restarts} times, which is all that "
+        f"supervision.max_restarts = {limits.max_restarts} allows"
+    )

@@ -4,7 +4,8 @@ Invariants:
 - the loaded version is published before the first batch is asked for;
 - a step's line is written before its checkpoint: a line may come twice after a crash, and none is missing;
 - a step's batch is fixed by the controller's ledger, so a repeated step after a crash repeats its numbers;
-- version = number of actor updates; the critic's warm-up leaves it at 0.
+- version = number of actor updates; the critic's warm-up leaves it at 0;
+- asked to leave, every rank stops before the same step, and the latest checkpoint is of that step.
 """
 
 import dataclasses
@@ -69,21 +70,25 @@ class Trainer:
     """A checkpoint that is still being written."""
 
     def train(self) -> None:
-        """Run the configured steps from the latest checkpoint to the end."""
+        """Run the configured steps from the latest checkpoint to the end, or until the run is asked to leave."""
         self.progress = checkpoint.restore(self.run, self.actor, self.critic, self.estimator, self.topology)
         self.publish()
         self.evaluate_when_due(first=self.progress.step == 0)
         while self.progress.step < self.config.loop.steps:
-            self.train_step()
+            if not self.train_step():
+                self.leave()
+                return
         self.finish()
 
-    def train_step(self) -> None:
-        """One step: batch, update, publication, evaluation, checkpoint."""
+    def train_step(self) -> bool:
+        """One step: batch, update, publication, evaluation, checkpoint. False, and nothing done, if asked to leave."""
         started = time.perf_counter()
         step, version = self.progress.step, self.progress.version
         metrics: dict[str, float | None] = {}
         with timed(metrics, "time/wait"):
             manifest = self.source.next_manifest(step, version)
+        if manifest is None:
+            return False
         with timed(metrics, "time/fetch"):
             batch = self.source.load(manifest)
         show = step % self.config.observability.examples_every == 0
@@ -113,6 +118,7 @@ class Trainer:
         self.last_checkpoint = {}
         with timed(self.last_checkpoint, "time/checkpoint"):
             self.checkpoint_when_due()
+        return True
 
     def write_examples(
         self, batch: Batch, logprobs: list[torch.Tensor], result: StepResult, *, step: int, version: int
@@ -175,12 +181,22 @@ class Trainer:
             ask(self.client, CheckpointSaved(step=pending.progress.step), Status)
         self.pending = None
 
-    def finish(self) -> None:
-        """Last checkpoint, last evaluation, the policy as a Hugging Face checkpoint; then stop the run."""
+    def leave(self) -> None:
+        """Save the state as of now and stop the run, which goes on from here when it is started again."""
+        self.save_what_is_not_saved()
+        if self.topology.rank == 0:
+            ask(self.client, FinishRequest(reason=f"left before step {self.progress.step}, with a checkpoint"), Status)
+
+    def save_what_is_not_saved(self) -> None:
+        """The latest checkpoint is of this state when this returns."""
         if self.pending is not None:
             self.complete_checkpoint()
         if checkpoint_missing(self.run, self.progress):
             self.checkpoint_when_due(final=True)
+
+    def finish(self) -> None:
+        """Last checkpoint, last evaluation, the policy as a Hugging Face checkpoint; then stop the run."""
+        self.save_what_is_not_saved()
         self.evaluate_when_due(final=True)
         save_hf(self.actor.model, self.run.policy_path(self.config), self.run.final_policy)
         self.wait_for_evaluations()

@@ -1,5 +1,9 @@
 """One trainer rank as a process: world, roles, client, publisher; then the loop."""
 
+import signal
+import threading
+from collections.abc import Callable
+
 from megasao.config import Config
 from megasao.config.architecture import read_hf_config
 from megasao.config.lifesign import LifeSign
@@ -20,14 +24,19 @@ from megasao.weights.publisher import WeightPublisher
 
 
 def run(run: RunDirectory, config: Config) -> None:
-    """Train until the configured steps are done; resumes from the run's latest checkpoint."""
+    """Train until the configured steps are done; resumes from the run's latest checkpoint.
+
+    SIGUSR1 to every rank: leave before the next step, with a checkpoint.
+    """
+    leave = threading.Event()
+    signal.signal(signal.SIGUSR1, lambda *_: leave.set())
     with trainer_world(config) as topology:
-        trainer = build_trainer(run, config, topology)
+        trainer = build_trainer(run, config, topology, leave.is_set)
         trainer.train()
         trainer.close()
 
 
-def build_trainer(run: RunDirectory, config: Config, topology: Topology) -> Trainer:
+def build_trainer(run: RunDirectory, config: Config, topology: Topology, asked_to_leave: Callable[[], bool]) -> Trainer:
     """The roles, both from the same checkpoint, and this rank's connections."""
     endpoints = run.read_endpoints()
     keys = load_keys(run.keys) if config.transport.curve else None
@@ -61,7 +70,7 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology) -> Trai
         if config.critic is not None
         else None,
         estimator=Estimator(config.algorithm, topology.all_reduce_data),
-        source=BatchSource(client, topology, config, lifesign, routing),
+        source=BatchSource(client, topology, config, lifesign, asked_to_leave, routing),
         client=client,
         codec=TokenizerCodec.from_directory(path),
         publisher=publisher,

@@ -2,10 +2,12 @@
 
 Invariants:
 - rank 0 alone asks for a manifest, and every rank gets the same one;
-- every rank fetches only what its own rows hold; payload never passes through rank 0.
+- every rank fetches only what its own rows hold; payload never passes through rank 0;
+- all ranks leave before the same step.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -40,32 +42,52 @@ def expect(reply: object, kind: type[Reply]) -> Reply:
     raise RuntimeError(f"the controller did not answer with {kind.__name__}: {reason}")
 
 
+class Leave(msgspec.Struct, tag=True, frozen=True):
+    """What rank 0 tells the others when it was asked to leave: no batch, save and stop."""
+
+
+Answer = Manifest | Waiting | Refused | Leave
+
+
+def never() -> bool:
+    """Nobody asks this process to leave."""
+    return False
+
+
 @dataclass
 class BatchSource:
-    """Batches for this rank."""
+    """Batches for this rank. ``asked_to_leave`` of rank 0 decides for all."""
 
     client: ControllerClient
     topology: Topology
     config: Config
     lifesign: LifeSign
+    asked_to_leave: Callable[[], bool] = never
     routing: Routing | None = None
     """Of the model, where the trajectories' experts are to be repeated."""
 
-    def next_manifest(self, step: int, version: int) -> Manifest:
-        """The step's manifest, on every rank. TimeoutError after ``loop.batch_timeout_s``, saying what is missing."""
+    def next_manifest(self, step: int, version: int) -> Manifest | None:
+        """The step's manifest, or None where the run is to leave; the same on every rank.
+
+        TimeoutError after ``loop.batch_timeout_s``, saying what is missing.
+        """
         deadline = time.monotonic() + self.config.loop.batch_timeout_s
         while True:
             self.lifesign.beat()
             answer = None
             if self.topology.rank == 0:
                 answer = msgspec.msgpack.encode(self._ask(step, version, deadline))
-            match msgspec.msgpack.decode(self.topology.broadcast_bytes(answer), type=Manifest | Waiting | Refused):
+            match msgspec.msgpack.decode(self.topology.broadcast_bytes(answer), type=Answer):
                 case Manifest() as manifest:
                     return manifest
+                case Leave():
+                    return None
                 case Refused(reason=reason):
                     raise TimeoutError(reason)
 
-    def _ask(self, step: int, version: int, deadline: float) -> Manifest | Waiting | Refused:
+    def _ask(self, step: int, version: int, deadline: float) -> Answer:
+        if self.asked_to_leave():
+            return Leave()
         reply, _ = self.client.request(BatchRequest(step=step, version=version), timeout_s=POLL_SECONDS)
         match reply:
             case Manifest() | Refused():

@@ -84,6 +84,7 @@ def connect_dealer(
 
 def _common_options(socket: Any, high_water_mark: int) -> None:
     socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.SNDHWM, high_water_mark)
     socket.setsockopt(zmq.RCVHWM, high_water_mark)
     socket.setsockopt(zmq.MAXMSGSIZE, _HARD_LIMIT_BYTES)

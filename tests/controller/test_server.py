@@ -1,5 +1,6 @@
 """The controller on real sockets: what is refused, what is acknowledged, what is handed out."""
 
+import dataclasses
 import json
 import pickle
 import threading
@@ -19,7 +20,7 @@ from controller_support import (
 )
 
 from megasao.controller.recovery import Opened
-from megasao.controller.server import ControllerServer
+from megasao.controller.server import ControllerServer, TakenOver
 from megasao.trajectories.schema import from_batch, from_ipc, to_batch, to_ipc
 from megasao.transport.client import ControllerClient
 from megasao.transport.codec import encode
@@ -354,3 +355,16 @@ def test_a_worker_that_does_not_read_is_given_up_and_the_others_go_on(run, monke
             assert server.state.counters["workers_lost"] == 1
             worker.send(Credit(1, 0))
             assert worker.get_leases(1)[0].prompt_index == lost.prompt_index
+
+
+def test_a_controller_whose_run_was_taken_over_ends(run):
+    """A node that the cluster gave up may live on: two controllers must not serve one run."""
+    endpoints = run.read_endpoints()
+    server = ControllerServer(run, CONFIG, TinyEnvironment(), Opened(run), address=endpoints.controller)
+    for _ in range(3):
+        server.tick()
+    run.write_endpoints(dataclasses.replace(endpoints, controller=free_address()))
+    with pytest.raises(TakenOver, match=f"this one, at {endpoints.controller}, ends"):
+        server.run()
+    threading.Timer(0.5, server.close).start()
+    Opened(run, lock_wait_s=30.0).close()

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from megasao.config import Config
 from megasao.config.errors import UserError
 from megasao.config.load import load_config
-from megasao.config.rundir import RunDirectory
+from megasao.config.rundir import Endpoints, RunDirectory
 from megasao.launch.ports import free_ports
 from megasao.launch.prepare import prepared_run
 from megasao.launch.roles import child_environment, megasao_command, rollout_role, trainer_roles
@@ -135,9 +136,15 @@ def test_two_launchers_cannot_hold_one_run(tmp_path: Path) -> None:
             prepared_run(wanted, resume=True),
         ):
             pass
-        other.kill()
-    with prepared_run(wanted, resume=True):  # the lock died with its holder
-        pass
+        threading.Timer(0.5, other.kill).start()
+        with prepared_run(wanted, resume=True, lock_wait_s=30.0):  # the lock died with its holder
+            pass
+
+
+def test_the_sockets_may_be_placed_elsewhere(tmp_path: Path) -> None:
+    elsewhere = Endpoints("tcp://10.0.0.1:1", "tcp://10.0.0.2:2", "10.0.0.2", 3)
+    with prepared_run(config(tmp_path), resume=False, place=lambda run, _: elsewhere) as run:
+        assert run.read_endpoints() == elsewhere
 
 
 def test_keys_are_made_when_asked_for_and_kept_on_resume(tmp_path: Path) -> None:

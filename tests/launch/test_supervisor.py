@@ -151,6 +151,41 @@ def test_no_restart_at_all_when_none_is_allowed(tmp_path: Path) -> None:
     assert stage.log("main-0").count("--- ") == 1
 
 
+def test_a_unit_may_have_a_limit_of_its_own(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, max_restarts=3)
+    main = stage.unit("main", "raise SystemExit(1)")
+    main.max_restarts = 0
+    with pytest.raises(RoleFailed, match="main is not restarted on its own here"):
+        stage.run(main, stage.unit("service", FOREVER))
+    assert stage.log("main-0").count("--- ") == 1
+
+
+def test_a_role_is_asked_before_it_is_killed_where_it_must_be(tmp_path: Path) -> None:
+    """A program that ends something elsewhere when it is asked to must get the chance; one that does not is killed."""
+    told = tmp_path / "told"
+    polite = (
+        f"import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (open({str(told)!r}, 'w'), sys.exit()))\n"
+        "print('ready', flush=True)\ntime.sleep(600)"
+    )
+    assert was_asked(tmp_path, told, WAIT_S, polite)
+    assert not was_asked(tmp_path, told, 0.0, polite)
+    assert not was_asked(tmp_path, told, 0.3, STUBBORN)
+
+
+def was_asked(directory: Path, told: Path, seconds: float, script: str) -> bool:
+    """Kill a role that is given so long to end by itself; whether it could say something before."""
+    told.unlink(missing_ok=True)
+    log = directory / "role.log"
+    log.unlink(missing_ok=True)
+    role = Role("role", [sys.executable, "-S", "-c", script], log, ask_before_kill_s=seconds)
+    with Guardian() as guardian:
+        process = process_module.RoleProcess(role, guardian)
+        wait_for(lambda: log.read_text().endswith("\nready\n"), "the role")
+        process.kill()
+    assert not alive(process.pid)
+    return told.exists()
+
+
 def test_services_that_ended_on_purpose_are_not_restarted_but_come_back_with_a_dead_trainer(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     service = stage.unit("service", "pass")

@@ -1,15 +1,18 @@
 """A step and the end of a run: every step has its line, and no rank waits in one long collective."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megasao.config.rollout import EvaluationConfig
+from megasao.config.rundir import RunDirectory
 from megasao.config.training import CheckpointConfig
 from megasao.training import loop
 from megasao.training.checkpoint import Progress
 from megasao.training.loop import Trainer
+from megasao.training.source import BatchSource
 from megasao.training.step import StepResult
 from megasao.transport.messages import Manifest, ManifestEntry, Status
 
@@ -155,3 +158,33 @@ def test_a_checkpoint_that_is_never_written_is_an_error(monkeypatch: pytest.Monk
     trainer, _, _ = saving(monkeypatch, 10**9, timeout_s=0.1)
     with pytest.raises(TimeoutError, match=r"step_000002 longer than checkpoint\.timeout_s = 0\.1 s"):
         steps(trainer, 2)
+
+
+def leaving(config: Any, rank: int, sent: list[bytes], asked: bool, answer: Any) -> BatchSource:
+    """A source of one rank; ``answer`` is what the controller says to rank 0."""
+    world: Any = World(rank, sent)
+    client: Any = SimpleNamespace(request=lambda *_, **__: (answer, b""))
+    lifesign: Any = SimpleNamespace(beat=lambda: None)
+    return BatchSource(client, world, config, lifesign, lambda: asked)
+
+
+def test_all_ranks_leave_when_the_first_is_asked_to() -> None:
+    """A rank that gets the signal earlier than the first must not leave the others in a collective."""
+    config: Any = SimpleNamespace(loop=SimpleNamespace(batch_timeout_s=5.0))
+    manifest = Manifest(3, [], {})
+    sent: list[bytes] = []
+    assert leaving(config, 0, sent, True, manifest).next_manifest(3, 2) is None
+    assert leaving(config, 1, sent, False, None).next_manifest(3, 2) is None
+    sent.clear()
+    assert leaving(config, 0, sent, False, manifest).next_manifest(3, 2) == manifest
+    assert leaving(config, 1, sent, True, None).next_manifest(3, 2) == manifest
+
+
+def test_whoever_leaves_saves_first_and_tells_the_controller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trainer, begun, said = saving(monkeypatch, 0)
+    trainer.run = RunDirectory(tmp_path)
+    trainer.progress = Progress(step=5)
+    trainer.leave()
+    assert [(each.progress.step, each.completed) for each in begun] == [(5, 1)]
+    assert [type(message).__name__ for message in said] == ["StateRequest", "CheckpointSaved", "FinishRequest"]
+    assert "left before step 5" in said[-1].reason

@@ -1,0 +1,119 @@
+"""How a run does, from its directory alone: on any node that sees it, whether or not anything of it is running.
+
+Invariants (tests assert them):
+- nothing is asked of any process, and nothing is written;
+- a number that is not known is shown as missing, never as 0.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from megasao.config import Config
+from megasao.config.rundir import RunDirectory
+from megasao.observability.formats import MISSING, count, duration, number, share
+from megasao.observability.history import latest_step, read_history
+from megasao.observability.jsonl import Row
+from megasao.observability.record import RunRecord, column, exclusions, load_record, mean
+
+RECENT = 10
+"""Steps that means are taken over."""
+ERRORS = 5
+_ALIVE_S = 30.0
+"""A role writes a sign of life every second or few; one that is older is shown with its age."""
+
+
+def describe_status(run: RunDirectory, config: Config, *, now: float | None = None) -> str:
+    """Several lines. ``now`` is a time in seconds since the epoch."""
+    return "\n".join(_lines(run, config, time.time() if now is None else now))
+
+
+def _lines(run: RunDirectory, config: Config, now: float) -> Iterator[str]:
+    record = load_record(run)
+    recent = record.trainer[-RECENT:]
+    last = recent[-1] if recent else {}
+    done, version = last.get("step", -1) + 1, last.get("weight_version", MISSING)
+    yield f"run         {run.path}"
+    yield f"job         {_job(run, now)}"
+    yield f"steps       {done} of {config.loop.steps}, weight version {version}{_ago(last, now)}"
+    yield f"throughput  {_throughput(recent)}"
+    yield f"staleness   {_staleness(recent, config)}"
+    yield f"rollouts    {_rollouts(record.controller[-1] if record.controller else {}, config, now)}"
+    yield f"checkpoint  {_checkpoint(run, now)}"
+    yield f"processes   {_processes(run, now)}"
+    yield f"excluded    {_excluded(record)}"
+    errors = _errors(run)
+    yield f"errors      {errors[0] if errors else 'none'}"
+    yield from (f"            {line}" for line in errors[1:])
+
+
+def _job(run: RunDirectory, now: float) -> str:
+    history = read_history(run)
+    if not history:
+        return "not a Slurm job"
+    last = history[-1]
+    starts = sum(event.event == "started" for event in history)
+    what = f"{last.job}: {last.event} {duration(now - last.time)} ago, start {starts} of the run"
+    return f"{what}, on {len(set(last.nodes))} nodes" if last.event == "started" else what
+
+
+def _ago(row: Row, now: float) -> str:
+    return f", {duration(now - row['time'])} ago" if "time" in row else ""
+
+
+def _throughput(recent: list[Row]) -> str:
+    trainer, rollout = (mean(column(recent, f"throughput/{side}_tokens_per_s")) for side in ("trainer", "rollout"))
+    step = mean(column(recent, "time/step"))
+    wait = mean(column(recent, "idle/trainer"))
+    return (
+        f"trainer {count(trainer)} tokens/s, rollout {count(rollout)} tokens/s, {duration(step)} a step, of which the "
+        f"trainer waits {share(wait, 0)}"
+    )
+
+
+def _staleness(recent: list[Row], config: Config) -> str:
+    lag, most = mean(column(recent, "data/lag_mean")), max(column(recent, "data/lag_max"), default=None)
+    return f"mean {number(lag, 2)}, most {count(most)}, bound {config.loop.max_lag} versions"
+
+
+def _rollouts(row: Row, config: Config, now: float) -> str:
+    if not row:
+        return f"none of {config.rollout.workers} workers was heard of yet"
+    return (
+        f"{count(row.get('workers'))} of {config.rollout.workers} workers, {count(row.get('leases'))} episodes under "
+        f"way, {count(row.get('buffer'))} trajectories waiting{_ago(row, now)}"
+    )
+
+
+def _checkpoint(run: RunDirectory, now: float) -> str:
+    step = latest_step(run)
+    if step is None:
+        return "none yet"
+    return f"step {step}, {duration(now - (run.checkpoints / 'latest').stat().st_mtime)} ago"
+
+
+def _processes(run: RunDirectory, now: float) -> str:
+    files = sorted((run.path / "heartbeats").glob("*"), key=lambda file: _key(file))
+    ages = {file.name: now - file.stat().st_mtime for file in files}
+    alive = sum(age < _ALIVE_S for age in ages.values())
+    silent = [f"{name} silent for {duration(age)}" for name, age in ages.items() if age >= _ALIVE_S]
+    return "; ".join([f"{alive} of {len(ages)} show signs of life", *silent])
+
+
+def _key(file: Path) -> tuple[str, int]:
+    """Rank 10 comes after rank 9."""
+    name, _, index = file.name.rpartition("-")
+    return (name, int(index)) if index.isdigit() else (file.name, 0)
+
+
+def _excluded(record: RunRecord) -> str:
+    found = sorted(exclusions(record).items())
+    return ", ".join(f"{name} {count(value)}" for name, value in found) or "nothing"
+
+
+def _errors(run: RunDirectory) -> list[str]:
+    """What the launcher had to say, and failed jobs, the newest last."""
+    log = run.logs / "launcher.log"
+    said = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    failed = [f"job {event.job} failed: {event.detail}" for event in read_history(run) if event.event == "failed"]
+    return [*said[-ERRORS:], *failed[-ERRORS:]]

@@ -1,0 +1,63 @@
+"""`megasao slurm`: what would be asked for and started, without Slurm."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from megasao.config import Config
+from megasao.config.architecture import read_architecture
+from megasao.config.errors import ConfigError
+from megasao.config.model_check import layout_problems, untrainable
+from megasao.config.rundir import RunDirectory
+from megasao.slurm.plan import ROLLOUT, plan_job
+from megasao.slurm.render import describe_job, header, sbatch_arguments
+from megasao.slurm.site import Site, read_site
+from megasao.slurm.steps import INHERITED, Steps
+
+EXAMPLE = Site(
+    python="$MEGASAO_PYTHON",
+    step_python="$MEGASAO_STEP_PYTHON",
+    partition=None,
+    controller_partition=None,
+    account=None,
+    interface="$MEGASAO_INTERFACE",
+    ipv6=False,
+    sbatch_args=(),
+    srun_args=(),
+    export=(),
+)
+"""Where no site.env was read."""
+
+
+def describe(
+    config: Config, shown: Literal["plan", "arguments", "header"], environment: Mapping[str, str] = os.environ
+) -> str:
+    """The text of `megasao slurm`. UserError without a section slurm, ConfigError for a layout that cannot be."""
+    plan = plan_job(config)
+    known = "MEGASAO_PYTHON" in environment
+    site = read_site(environment) if known else EXAMPLE
+    if shown == "header":
+        return header(plan)
+    if shown == "arguments":
+        return "\n".join(sbatch_arguments(plan, site))
+    run = RunDirectory(Path(config.run.directory) / config.run.name)
+    nodes = [f"ROLLOUT_NODE_{index}" for index in range(plan.components[ROLLOUT].nodes)]
+    steps = Steps(run, config, plan, site, nodes, environment if known else dict.fromkeys(INHERITED, ""))
+    return describe_job(plan, config, site, steps.describe(), _notes(config))
+
+
+def _notes(config: Config) -> list[str]:
+    """Why a job with this config would be refused, as far as config.json says."""
+    file = Path(config.model.path) / "config.json"
+    if not file.is_file() and config.model.architecture is not None:
+        file = Path(config.model.architecture)
+    if not file.is_file():
+        return [f"model.path: {config.model.path} has no config.json (yet), so the layout was not checked"]
+    try:
+        shape = read_architecture(file)
+    except ValueError as error:
+        return [f"model.architecture: {error}"]
+    if problems := list(layout_problems(config, shape)):
+        raise ConfigError(str(file), problems)
+    return [f"{problem.path}: {problem.reason}" for problem in untrainable(config, shape)]

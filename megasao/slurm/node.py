@@ -1,0 +1,130 @@
+"""The check of one node, run there as a task of its own: everything that can be wrong with it, at once.
+
+Invariant: a report is written whatever is wrong, as long as the run directory is there; nothing here ends with an
+exception that a broken node could cause.
+"""
+
+import json
+import os
+import platform
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
+
+import psutil
+
+import megasao
+from megasao.config.errors import UserError
+from megasao.config.rundir import RunDirectory
+from megasao.launch.about import PACKAGES
+from megasao.launch.ports import free_ports
+from megasao.slurm.report import PORTS, Expected, NodeReport, expected_path, write_report
+
+LEAST_FILES = 1024
+"""Open files that a process must be allowed: sockets of a large world."""
+Value = TypeVar("Value")
+_FAMILIES = {False: socket.AF_INET, True: socket.AF_INET6}
+
+
+def check_node(run: RunDirectory, component: int) -> NodeReport:
+    """Check this node and write its report. UserError where the run directory is not the launcher's."""
+    try:
+        expected = Expected(**json.loads(expected_path(run).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise UserError(
+            f"{expected_path(run)} is not there on {node_name()}: the run directory is not on a file system that all "
+            "nodes share"
+        ) from None
+    problems: list[str] = []
+    address = _found(problems, lambda: interface_address(expected.interface, ipv6=expected.ipv6), "")
+    report = NodeReport(
+        node=node_name(),
+        component=component,
+        nonce=expected.nonce,
+        index=int(os.environ.get("SLURM_PROCID", "0")),
+        address=address,
+        ports=_found(problems, lambda: free_ports(PORTS, address), []) if address else [],
+        facts=facts(),
+        clock_s=_found(problems, lambda: clock_offset_s(run), 0.0),
+        problems=[*problems, *_limits(), *_extension(), *_gpus(expected.gpus[component])],
+    )
+    write_report(run, report)
+    return report
+
+
+def node_name() -> str:
+    """Slurm's name of this node."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def facts() -> dict[str, str]:
+    """What must be the same on every node: the versions of Python and of what a role imports."""
+    found = {"megasao": megasao.__version__, "python": platform.python_version()}
+    return found | {name: _version(name) for name in PACKAGES}
+
+
+def interface_address(interface: str, *, ipv6: bool) -> str:
+    """The first address of ``interface`` that other nodes can use. OSError where there is none."""
+    interfaces = psutil.net_if_addrs()
+    if interface not in interfaces:
+        raise OSError(f"no network interface {interface!r}; there are {', '.join(sorted(interfaces))}")
+    if not psutil.net_if_stats()[interface].isup:
+        raise OSError(f"the network interface {interface!r} is down")
+    found = [entry.address for entry in interfaces[interface] if entry.family == _FAMILIES[ipv6]]
+    usable = [address for address in found if not address.startswith("fe80:")]
+    if not usable:
+        raise OSError(f"the network interface {interface!r} has no {'IPv6' if ipv6 else 'IPv4'} address")
+    return usable[0]
+
+
+def clock_offset_s(run: RunDirectory) -> float:
+    """This node's clock minus the file server's, seconds; writing shows that the directory can be written."""
+    probe = run.path / "nodes" / f".clock-{node_name()}-{os.getpid()}"
+    try:
+        probe.write_bytes(b"x")
+        return time.time() - probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _found(problems: list[str], find: Callable[[], Value], otherwise: Value) -> Value:
+    """What ``find`` finds; a failure becomes a problem."""
+    try:
+        return find()
+    except OSError as error:
+        problems.append(str(error))
+        return otherwise
+
+
+def _limits() -> Iterator[str]:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < LEAST_FILES:
+        yield f"a process may open {files} files, at least {LEAST_FILES} are needed; raise it with ulimit -n"
+
+
+def _extension() -> Iterator[str]:
+    from megasao.ops.extension import FILE, load_extension
+
+    problem = load_extension().problem
+    if FILE.is_file() and problem is not None:
+        yield f"the compiled operators do not load: {problem}"
+
+
+def _gpus(wanted: int) -> Iterator[str]:
+    if wanted == 0:
+        return
+    import torch
+
+    seen = torch.cuda.device_count()
+    if seen < wanted:
+        yield f"torch sees {seen} GPUs, the config asks for {wanted}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

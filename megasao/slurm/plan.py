@@ -1,0 +1,82 @@
+"""Which nodes a run needs: three components of one heterogeneous job, from the config alone.
+
+Invariants (tests assert them):
+- every trainer rank and every rollout worker has its place, and every node of a component is filled alike;
+- processes of a node never share a GPU;
+- the launcher runs on the first component's first node, which is the controller's.
+"""
+
+from dataclasses import dataclass
+
+from megasao.config import Config
+from megasao.config.errors import UserError
+from megasao.config.slurm import SlurmConfig
+
+CONTROLLER, TRAINER, ROLLOUT = range(3)
+"""Numbers of the components (``srun --het-group``)."""
+LEAVE_SIGNAL = "USR1"
+
+
+@dataclass(frozen=True)
+class Component:
+    """Equal nodes: how many, and what each of them runs and has."""
+
+    name: str
+    nodes: int
+    tasks_per_node: int
+    cpus_per_task: int
+    gpus_per_node: int
+    memory: str
+
+    @property
+    def tasks(self) -> int:
+        """Processes of all nodes."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def gpus_per_task(self) -> int:
+        """GPUs that a process has for itself."""
+        return self.gpus_per_node // self.tasks_per_node
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """Everything that sbatch is asked for; ``components`` are in the order of their numbers."""
+
+    run_name: str
+    components: tuple[Component, Component, Component]
+    time_limit_minutes: int
+    leave_before_limit_s: int
+
+
+def slurm_section(config: Config) -> SlurmConfig:
+    """The section ``slurm``; UserError where there is none."""
+    if config.slurm is None:
+        raise UserError(
+            "the config has no section slurm, which says how the run lies on nodes; write one, or give a field on the "
+            "command line, for example slurm.rollout_nodes=1"
+        )
+    return config.slurm
+
+
+def plan_job(config: Config) -> JobPlan:
+    """The nodes of ``config``. UserError without a section slurm; the config's rules saw to the rest."""
+    options = slurm_section(config)
+    ranks, workers = config.parallel.ranks, config.rollout.workers
+    on_node, fleet = min(options.ranks_on_a_node(), ranks), options.rollout_nodes
+    gpus, memory = options.gpus_per_node, options.memory
+    return JobPlan(
+        run_name=config.run.name,
+        components=(
+            Component("controller", 1, 1, options.controller_cpus, 0, options.controller_memory),
+            Component("trainer", ranks // on_node, on_node, options.cpus_per_rank, gpus, memory),
+            Component("rollout", fleet, workers // fleet, options.cpus_per_worker, gpus, memory),
+        ),
+        time_limit_minutes=options.time_limit_minutes,
+        leave_before_limit_s=options.leave_before_limit_s,
+    )
+
+
+def node_of_worker(plan: JobPlan, index: int) -> int:
+    """Which of the rollout nodes, from 0, has worker ``index``."""
+    return index // plan.components[ROLLOUT].tasks_per_node

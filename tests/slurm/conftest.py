@@ -1,0 +1,30 @@
+"""One real Slurm for all tests of this directory; skipped, with the reason, where it cannot be had."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm import jobs
+from tests.slurm.cluster import Cluster, why_not
+
+NODES = 5
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Five nodes: one for the controller, two for the trainer, one for rollouts, one spare."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    running = Cluster(tmp_path_factory.mktemp("slurm"), NODES)
+    try:
+        running.start()
+        yield running
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GLM with every part of the large ones, and few numbers."""
+    return jobs.write_model(tmp_path_factory.mktemp("glm"))

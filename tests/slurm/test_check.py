@@ -1,0 +1,142 @@
+"""The check of the nodes: what a node says of itself, and what the launcher makes of it."""
+
+import dataclasses
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from megasao.config.errors import UserError
+from megasao.config.rundir import RunDirectory
+from megasao.launch.world import world_of_srun
+from megasao.slurm.check import LARGEST_SKEW_S, endpoints_of, meeting_ports, problems_of
+from megasao.slurm.job import first_dead_task
+from megasao.slurm.node import LEAST_FILES, check_node, interface_address
+from megasao.slurm.report import Expected, NodeReport, expected_path, read_reports
+from megasao.transport.endpoints import bind_router, connect_dealer
+from megasao.transport.keys import CurveKeys
+
+GOOD = Expected(nonce="abc", interface="lo", ipv6=False, gpus=[0, 0, 0])
+
+
+def ask(directory: Path, expected: Expected = GOOD) -> RunDirectory:
+    """A run directory in which the launcher has asked."""
+    run = RunDirectory(directory)
+    expected_path(run).parent.mkdir(exist_ok=True)
+    expected_path(run).write_text(json.dumps(dataclasses.asdict(expected)))
+    return run
+
+
+def test_a_good_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ask(tmp_path)
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    report = check_node(run, 1)
+    assert report.problems == [] and (report.node, report.component, report.index) == ("n7", 1, 3)
+    assert report.address == "127.0.0.1" and len(set(report.ports)) == 5 and abs(report.clock_s) < LARGEST_SKEW_S
+    assert report.facts["torch"] not in ("", "not installed")
+    assert read_reports(run, "abc") == [report]
+    assert read_reports(run, "of another launch") == []
+    assert sorted(file.name for file in (tmp_path / "nodes").iterdir()) == ["1-n7.json", "expected.json"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"interface": "ib9"}, "no network interface 'ib9'; there are"),
+        ({"gpus": [99, 99, 99]}, "the config asks for 99"),
+    ],
+)
+def test_a_bad_node_says_why_and_still_reports(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
+    run = ask(tmp_path, dataclasses.replace(GOOD, **changes))  # type: ignore[arg-type]
+    assert [reason in problem for problem in check_node(run, 0).problems] == [True]
+    assert len(read_reports(run, "abc")) == 1
+
+
+@contextmanager
+def open_files(limit: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_too_few_open_files(tmp_path: Path) -> None:
+    with open_files(LEAST_FILES - 1):
+        assert any("ulimit -n" in problem for problem in check_node(ask(tmp_path), 0).problems)
+
+
+def test_a_directory_that_is_not_shared_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not on a file system that all nodes share"):
+        check_node(RunDirectory(tmp_path), 0)
+
+
+def test_an_interface_that_is_down_or_lacks_the_family_is_named() -> None:
+    with pytest.raises(OSError, match="no network interface"):
+        interface_address("nothing0", ipv6=False)
+    if os.path.exists("/proc/net/if_inet6"):
+        assert interface_address("lo", ipv6=True) == "::1"
+
+
+def reports(**changes: object) -> list[NodeReport]:
+    """Three nodes; ``changes`` are those of the second."""
+    facts = {"python": "3.11.7", "msgspec": "0.19.0"}
+    good = [
+        NodeReport(f"n{index}", index, "abc", 0, f"10.0.0.{index}", [5000, 5001, 5002, 5003, 5004], facts)
+        for index in range(3)
+    ]
+    good[1] = dataclasses.replace(good[1], **changes)  # type: ignore[arg-type]
+    return good
+
+
+def test_nodes_that_differ_are_named() -> None:
+    assert problems_of(reports()) == []
+    other = {"python": "3.11.7", "msgspec": "0.18.0"}
+    assert problems_of(reports(facts=other)) == ["n1: msgspec 0.18.0, but 0.19.0 on 2 of 3 nodes"]
+    assert problems_of(reports(facts={"python": "3.11.7"})) == ["n1: msgspec unknown, but 0.19.0 on 2 of 3 nodes"]
+    assert problems_of(reports(clock_s=LARGEST_SKEW_S - 1)) == []
+    assert problems_of(reports(clock_s=9.0)) == ["n1: its clock differs by 9.0 s from most others"]
+    assert problems_of(reports(problems=["it is on fire"])) == ["n1: it is on fire"]
+
+
+def test_the_sockets_of_a_run() -> None:
+    endpoints = endpoints_of(reports())
+    assert endpoints.controller == "tcp://10.0.0.0:5000" and endpoints.weights == "tcp://10.0.0.1:5001"
+    assert (endpoints.torch_host, endpoints.torch_port) == ("10.0.0.1", 5002)
+    assert meeting_ports(reports()) == {"trainer": 5002, "sft": 5003, "value": 5004}
+    assert endpoints_of(reports(address="fd00::2")).weights == "tcp://[fd00::2]:5001"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 here")
+def test_sockets_carry_ipv6(tmp_path: Path) -> None:
+    report = check_node(ask(tmp_path, dataclasses.replace(GOOD, ipv6=True)), 0)
+    address, keys = f"tcp://[{report.address}]:{report.ports[0]}", CurveKeys.generate()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = bind_router(context, address, high_water_mark=4, keys=keys)
+    dealer = connect_dealer(context, address, identity=b"w", high_water_mark=4, keys=keys)
+    dealer.send(b"hello")
+    assert router.poll(10_000) and router.recv_multipart() == [b"w", b"hello"]
+    router.close()
+    dealer.close()
+    context.term()
+
+
+def test_the_world_of_a_task() -> None:
+    task = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "99"}
+    assert world_of_srun(task) == {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
+    assert world_of_srun({**task, "RANK": "0"}) == {} == world_of_srun({})
+
+
+def test_the_rank_that_died_first() -> None:
+    earlier = "--- 2026 trainer, start 1: srun\nsrun: error: n1: task 7: Killed\n"
+    now = "--- 2026 trainer, start 2: srun\nsrun: error: n3: task 12: Exited with exit code 3\n"
+    after = "srun: error: n1: tasks 0-3: Terminated\n"
+    assert first_dead_task(earlier + now + after) == 12 and first_dead_task(earlier) == 7
+    assert first_dead_task("--- 2026 trainer, start 1: srun\nsrun: Force Terminated StepId=2.5\n") is None

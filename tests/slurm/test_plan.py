@@ -1,0 +1,157 @@
+"""What a run asks of a cluster: rendered plans of the big configs, and what is refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megasao.config.errors import ConfigError, UserError
+from megasao.config.load import load_config
+from megasao.slurm.allocation import Allocation, Share, gpus_per_node, refuse_what_does_not_fit
+from megasao.slurm.command import describe
+from megasao.slurm.plan import JobPlan, node_of_worker, plan_job
+from megasao.slurm.site import read_site
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+QWEN = ROOT / "configs" / "qwen3_30b_a3b.yaml"
+PYTHON = {"MEGASAO_PYTHON": sys.executable, "MEGASAO_INTERFACE": "eth0"}
+
+
+@pytest.mark.parametrize("name", ["glm_5_2_750b", "qwen3_30b_a3b"])
+def test_the_rendered_plan_is_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To renew a file: megasao slurm configs/NAME.yaml > tests/slurm/golden/NAME.txt, and read the difference."""
+    monkeypatch.chdir(ROOT)
+    text = describe(load_config(f"configs/{name}.yaml"), "plan", {})
+    assert text + "\n" == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+    other = describe(load_config(f"configs/{name}.yaml", ["slurm.cpus_per_rank=3"]), "plan", {})
+    assert other != text, "the plan does not show what a process gets"
+
+
+def test_the_script_asks_for_the_nodes_of_its_default_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    script = (ROOT / "slurm" / "glm_scale.sh").read_text(encoding="utf-8")
+    given = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert "\n".join(given) == describe(load_config("configs/glm_5_2_750b.yaml"), "header", {})
+    assert "set -- configs/glm_5_2_750b.yaml" in script
+
+
+def test_every_process_has_its_place() -> None:
+    plan = plan_job(load_config(QWEN, ["rollout.workers=6", "slurm.rollout_nodes=3", "plan.rollout_gpus=24"]))
+    controller, trainer, rollout = plan.components
+    assert (controller.tasks, trainer.tasks, rollout.tasks) == (1, 16, 6)
+    assert (trainer.gpus_per_task, rollout.gpus_per_task) == (1, 4)
+    assert [node_of_worker(plan, index) for index in range(6)] == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        (["slurm.ranks_per_node=3"], "slurm.ranks_per_node"),
+        (["slurm.ranks_per_node=16"], "slurm.ranks_per_node"),
+        (["rollout.workers=3", "slurm.rollout_nodes=2", "plan.rollout_gpus=16"], "slurm.rollout_nodes"),
+        (["rollout.workers=9"], "slurm.rollout_nodes"),
+        (["plan.rollout_gpus=16"], "slurm.rollout_nodes"),
+        (["slurm.time_limit_minutes=15"], "slurm.leave_before_limit_s"),
+        (["slurm.memory=much"], "slurm.memory"),
+    ],
+)
+def test_nodes_that_cannot_work_are_refused_at_load(changes: list[str], path: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(QWEN, changes)
+    assert [problem.path for problem in caught.value.problems] == [path]
+
+
+def test_a_config_without_nodes_is_told_how() -> None:
+    with pytest.raises(UserError, match=r"slurm\.rollout_nodes=1"):
+        describe(load_config(ROOT / "configs" / "laptop.yaml"), "plan", {})
+
+
+def share(component: int, plan: JobPlan, **changes: object) -> Share:
+    part = plan.components[component]
+    nodes = tuple(f"n{component}{index}" for index in range(part.nodes))
+    values = {"job": "7", "nodes": nodes, "cpus": part.tasks * part.cpus_per_task, "gpus_per_node": part.gpus_per_node}
+    return Share(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("component", "changes", "lack"),
+    [
+        (1, {"nodes": ("a",)}, "trainer: 1 nodes, the config needs 2"),
+        (1, {"gpus_per_node": 4}, "trainer: 4 GPUs a node, the config needs 8"),
+        (2, {"cpus": 3}, "rollout: 3 CPUs, the config needs 64"),
+        (0, {"nodes": ("a", "b")}, "controller: 2 nodes, the config has use for 1"),
+    ],
+)
+def test_an_allocation_that_does_not_fit_is_refused(component: int, changes: dict[str, object], lack: str) -> None:
+    plan = plan_job(load_config(QWEN))
+    good = [share(index, plan) for index in range(3)]
+    refuse_what_does_not_fit(plan, Allocation("7", tuple(good), 0), remedy="ask for more")
+    good[component] = share(component, plan, **changes)
+    with pytest.raises(UserError, match="ask for more") as caught:
+        refuse_what_does_not_fit(plan, Allocation("7", tuple(good), 0), remedy="ask for more")
+    assert lack in str(caught.value)
+    with pytest.raises(UserError, match="1 components instead of 3"):
+        refuse_what_does_not_fit(plan, Allocation("7", tuple(good[:1]), 0), remedy="ask for more")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("gres:gpu:2", 2),
+        ("gres:gpu:h100:8", 8),
+        ("gres/gpu=4", 4),
+        ("gres:gpu:2,gres:shard:4", 2),
+        ("", 0),
+        ("cpu:8", 0),
+    ],
+)
+def test_gpus_in_what_slurm_says(text: str, count: int) -> None:
+    assert gpus_per_node(text) == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"MEGASAO_INTERFCE": "x"}, "did you mean MEGASAO_INTERFACE"),
+        ({"MEGASAO_PYTHON": "/nowhere/python"}, "is no program"),
+        ({"MEGASAO_INTERFACE": ""}, "MEGASAO_INTERFACE is empty"),
+        ({"MEGASAO_ADDRESS_FAMILY": "ipx"}, "expected ipv4 or ipv6"),
+        ({"MEGASAO_SRUN_ARGS": "'x"}, "cannot be split"),
+        ({"MEGASAO_EXPORT": "A-B"}, "no name of a variable"),
+    ],
+)
+def test_a_wrong_site_is_refused(changes: dict[str, str], reason: str) -> None:
+    assert read_site(PYTHON).step_python == sys.executable
+    with pytest.raises(UserError, match=r"site\.env") as caught:
+        read_site({**PYTHON, **changes})
+    assert reason in str(caught.value)
+
+
+def test_the_site_shows_in_the_arguments() -> None:
+    site = {
+        **PYTHON,
+        "MEGASAO_PARTITION": "gpu",
+        "MEGASAO_CONTROLLER_PARTITION": "cpu",
+        "MEGASAO_ACCOUNT": "us",
+        "MEGASAO_SBATCH_ARGS": "--qos=high --comment='two words'",
+        "MEGASAO_SRUN_ARGS": "--container-image=image.sqsh",
+        "MEGASAO_EXPORT": "NCCL_IB_HCA",
+        "NCCL_IB_HCA": "mlx5",
+    }
+    config = load_config(QWEN)
+    arguments = describe(config, "arguments", site).splitlines()
+    assert [word for word in arguments if word.startswith("--partition")] == [
+        "--partition=cpu",
+        "--partition=gpu",
+        "--partition=gpu",
+    ]
+    assert arguments.count("--account=us") == arguments.count("--comment=two words") == 3
+    steps = [line for line in describe(config, "plan", site).splitlines() if line.startswith("srun ")]
+    assert steps and all("--container-image=image.sqsh" in line and "NCCL_IB_HCA" in line for line in steps)
+
+
+def test_the_plan_needs_no_torch() -> None:
+    code = "import sys\nfrom megasao.slurm import command, job, node\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

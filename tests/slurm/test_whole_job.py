@@ -1,0 +1,142 @@
+"""Whole jobs on a real Slurm: from the script to the summary, preempted and resumed, killed and resumed."""
+
+import dataclasses
+import signal
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from megasao.config.load import load_config
+from megasao.controller.state import parse_lease_id
+from megasao.observability.status import describe_status
+from megasao.transport.client import ControllerClient
+from megasao.transport.keys import CurveKeys, load_keys
+from megasao.transport.messages import Status, StatusRequest
+from tests.e2e import runs
+from tests.slurm import jobs
+from tests.slurm.cluster import Cluster, wait_until
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactory) -> jobs.Job:
+    """A job under way; the first test sees it to its end, and a later one compares with it."""
+    directory = tmp_path_factory.mktemp("whole")
+    config = jobs.write_config(directory / "config.yaml", model)
+    return jobs.submit(cluster, jobs.write_site(directory / "site.env"), config)
+
+
+def test_a_whole_job(whole: jobs.Job, cluster: Cluster) -> None:
+    whole.wait_for_steps(1)
+    check_strangers(whole)
+    victim = whole.task("rollout", "--index", "1")
+    victim.kill()
+    whole.wait_for("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED")
+    assert whole.state == "COMPLETED", whole.explain()
+    assert whole.events == ["started", "finished"]
+    assert [line["step"] for line in whole.steps] == list(range(jobs.STEPS))
+    runs.check_books(whole.run, jobs.STEPS)
+    assert "restarting rollout-1 (1 of 3)" in whole.output, "a dead worker was not replaced"
+    assert "policy:" in whole.output and (whole.run.path / "summary.json").exists()
+    whole.wait_until_gone()
+    shown = describe_status(whole.run, load_config(whole.run.config))
+    assert f"{jobs.STEPS} of {jobs.STEPS}, weight version {jobs.STEPS - 1}" in shown
+    assert f"{whole.number}: finished" in shown and "restarting rollout-1" in shown
+
+
+def check_strangers(job: jobs.Job) -> None:
+    """While the run is on: nobody without its keys gets an answer from its controller."""
+    assert [stat.S_IMODE(file.stat().st_mode) for file in job.run.keys.iterdir()] == [0o600]
+    keys, own = load_keys(job.run.keys), CurveKeys.generate()
+    address = job.run.read_endpoints().controller
+    with ControllerClient(address, keys=keys, identity="friend") as friend:
+        answer, _ = friend.request(StatusRequest(), timeout_s=20)
+        assert isinstance(answer, Status)
+    for stranger in (None, own, dataclasses.replace(own, server_public=keys.server_public)):
+        client = ControllerClient(address, keys=stranger, identity="stranger", resend_s=0.5)
+        with client, pytest.raises(TimeoutError):
+            client.request(StatusRequest(), timeout_s=1.0)
+
+
+def test_a_job_that_is_preempted_goes_on_and_ends_alike(
+    whole: jobs.Job, cluster: Cluster, model: Path, tmp_path: Path
+) -> None:
+    """The signal before the time limit, sent by hand; the whole job of before is what it must end like."""
+    config = jobs.write_config(tmp_path / "config.yaml", model)
+    job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
+    job.wait_for_steps(2)
+    cluster.call("scancel", "--batch", "--signal=USR1", job.number)
+    wait_until(lambda: "requeued" in job.events, jobs.JOB_S, job.explain)
+    job.wait_for("PENDING")
+    left = int((job.run.checkpoints / "latest").read_text().removeprefix("step_"))
+    assert 2 <= left < jobs.STEPS, "it did not leave in the middle"
+    before = batches(job)
+    job.start_again_now()
+    job.wait_for("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED")
+    assert job.state == "COMPLETED", job.explain()
+    assert job.events == ["started", "requeued", "started", "finished"]
+    starts = [event.restart for event in job.history if event.event == "started"]
+    assert starts == [0, 1] and job.history[1].step == left
+    runs.check_books(job.run, jobs.STEPS)
+    assert before == {step: names for step, names in batches(job).items() if step in before}
+
+    assert batches(job) == batches(whole)
+    for ours, theirs in zip(job.steps, whole.steps, strict=True):
+        assert results(ours) == pytest.approx(results(theirs), rel=2e-3, abs=2e-5)
+    assert distance(job, whole) < 2e-4
+    assert distance(job, whole, step=0) > 1e-3, "the bound would accept a run that was not resumed"
+
+
+def batches(job: jobs.Job) -> dict[int, set[int]]:
+    """Which problems each step was trained on."""
+    found = {}
+    for record in runs.read_ledger(job.run):
+        if isinstance(record, runs.Batch):
+            found[record.step] = {key.index for name in record.trajectory_ids if (key := parse_lease_id(name))}
+    return found
+
+
+def results(line: dict[str, Any]) -> dict[str, float]:
+    """What a step computed, without times and speeds."""
+    kept = ("actor/", "critic/", "reward/", "data/")
+    return {name: value for name, value in line.items() if name.startswith(kept) and value is not None}
+
+
+def distance(job: jobs.Job, other: jobs.Job, step: int | None = None) -> float:
+    """Largest difference of the final policies' weights; with ``step`` 0 that between the first and the last policy."""
+    model = Path(load_config(job.run.config).model.path)
+    one, two = job.run.final_policy, model if step == 0 else other.run.final_policy
+    mine, theirs = (load_file(next(directory.glob("*.safetensors"))) for directory in (one, two))
+    assert mine.keys() == theirs.keys()
+    return max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+
+
+def test_a_dead_node_requeues_the_job_and_scancel_leaves_nothing(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    config = jobs.write_config(tmp_path / "config.yaml", model, loop={"steps": 1000}, checkpoint={"every": 1})
+    job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
+    job.wait_for_steps(2)
+    node = job.node("rollout")
+    try:
+        cluster.kill_node(node)
+        job.wait_for("PENDING", seconds=90)
+        job.start_again_now()
+        job.wait_for("RUNNING")
+        reached = len(job.steps)
+        wait_until(lambda: job.events.count("started") == 2, jobs.JOB_S, job.explain)
+        assert node not in job.history[-1].nodes, "the dead node was used again"
+        assert job.history[-1].step is not None and job.history[-1].step >= 1
+        job.wait_for_steps(reached + 1)
+        cluster.call("scancel", job.number)
+        job.wait_for("CANCELLED")
+        job.wait_until_gone(except_on=node)
+        runs.check_books(job.run, len(batches(job)))
+        assert job.events[-1] in ("started", "stopped")
+    finally:
+        for left in job.left_over():  # what Slurm cannot end on a node whose daemon is dead
+            left.send_signal(signal.SIGKILL)
+        cluster.start_node(node)
+    wait_until(lambda: cluster.idle() == len(cluster.nodes), 60, lambda: cluster.call("sinfo", "-N", "-l"))
