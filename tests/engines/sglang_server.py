@@ -30,10 +30,12 @@ def sglang_config(**options: Any) -> SGLangConfig:
 class RunningServer:
     """A server in its own process group."""
 
-    def __init__(self, checkpoint: Path, directory: Path, config: SGLangConfig, *, max_tokens: int) -> None:
+    def __init__(
+        self, checkpoint: Path, directory: Path, config: SGLangConfig, *, max_tokens: int, port: int | None = None
+    ) -> None:
         assert PYTHON.exists(), f"{PYTHON} is missing: `make setup-sglang` installs SGLang, and `make test` calls it"
-        (port,) = free_ports(1)
-        self.url = f"http://127.0.0.1:{port}"
+        port = free_ports(1)[0] if port is None else port
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
         self.log = directory / "server.log"
         architecture = make_served_directory(checkpoint, directory / "served")
         arguments = server_arguments(
@@ -62,6 +64,10 @@ class RunningServer:
             except OSError:
                 time.sleep(0.3)
 
+    def signal(self, number: signal.Signals) -> None:
+        """To every process of the server."""
+        os.killpg(self.process.pid, number)
+
     def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         self.process.wait(30)
