@@ -36,7 +36,7 @@ class SGLangHarness(EngineHarness):
             staging=self._directory / f"weights-{next(self._names)}",
             max_total_tokens=MAX_TOTAL,
             seed=1,
-            start_timeout_s=60.0,
+            start_timeout_s=240.0,
             update_timeout_s=30.0,
         )
 

@@ -217,6 +217,16 @@ def test_tokens_that_arrive_during_an_update_are_not_certain(checkpoint: Path, t
     run(checkpoint, tmp_path, server, body)
 
 
+def test_a_server_that_was_left_paused_is_let_go_on(checkpoint: Path, tmp_path: Path) -> None:
+    """As by a worker that was killed in the middle of an update."""
+    server = Misbehaving()
+
+    async def body(_: SGLangEngine) -> None:
+        assert server.calls == ["/continue_generation", "/health_generate"]
+
+    run(checkpoint, tmp_path, server, body)
+
+
 def test_a_server_that_is_not_there_is_named_in_time(checkpoint: Path, tmp_path: Path) -> None:
     async def body() -> None:
         (port,) = free_ports(1)

@@ -14,6 +14,7 @@ import math
 import time
 import uuid
 from collections.abc import Coroutine, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,10 +115,11 @@ class SGLangEngine(Engine):
         self._running[request.request_id] = running
         self._clock()
         try:
-            async for piece in client.stream(self._body(running)):
-                self._take(running, piece)
-                if self._refuses is not None:
-                    raise ServerUnreachable(f"{self.url}: {self._refuses}")
+            async with aclosing(client.stream(self._body(running))) as pieces:
+                async for piece in pieces:
+                    self._take(running, piece)
+                    if self._refuses is not None:
+                        raise ServerUnreachable(f"{self.url}: {self._refuses}")
             return running.result(self.url)
         except RequestLost:
             raise

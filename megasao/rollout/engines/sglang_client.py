@@ -6,7 +6,7 @@ Invariants, asserted by the tests:
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
@@ -74,7 +74,7 @@ class ServerClient:
         connector = aiohttp.TCPConnector(limit=MOST_CONNECTIONS, force_close=True)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=_BUFFER_BYTES)
 
-    async def stream(self, body: dict[str, Any]) -> AsyncIterator[Piece]:
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """POST /generate: messages until the last. ServerUnreachable, or EngineError for a refusal."""
         try:
             async with self._session.post(f"{self.url}/generate", json=body) as response:
@@ -109,12 +109,16 @@ class ServerClient:
         return dict(msgspec.json.decode(content)) if content.startswith(b"{") else {}
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Until the server has generated a token. ServerUnreachable after ``timeout_s``, with the last reason."""
+        """Until the server has generated a token. ServerUnreachable after ``timeout_s``, with the last reason.
+
+        A server that somebody paused, and then died, is let go on.
+        """
         last = "nothing was tried"
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
+                        await self.call("/continue_generation", {}, timeout_s)
                         await self.call("/health_generate", None, timeout_s)
                         return
                     except EngineError as error:

@@ -3,14 +3,11 @@ or is drained."""
 
 import asyncio
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 
 from engine_checkpoints import (
     MAX_TOTAL,
