@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from engine_checkpoints import (
     MAX_TOTAL,
     Reference,

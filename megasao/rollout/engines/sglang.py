@@ -114,13 +114,15 @@ class SGLangEngine(Engine):
             running.hold()
         self._running[request.request_id] = running
         self._clock()
+        running.reading = asyncio.ensure_future(self._read(client, running))
         try:
-            async with aclosing(client.stream(self._body(running))) as pieces:
-                async for piece in pieces:
-                    self._take(running, piece)
-                    if self._refuses is not None:
-                        raise ServerUnreachable(f"{self.url}: {self._refuses}")
+            await running.reading
             return running.result(self.url)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling() or self._refuses is None:
+                raise
+            raise RequestLost(f"{self.url}: {self._refuses}", running.certain()) from None
         except RequestLost:
             raise
         except ServerUnreachable as error:
@@ -130,6 +132,11 @@ class SGLangEngine(Engine):
             self._clock()
             if not running.finished and not client.closed:
                 self._spawn(self._abort_once(running.rid))
+
+    async def _read(self, client: ServerClient, running: "_Running") -> None:
+        async with aclosing(client.stream(self._body(running))) as pieces:
+            async for piece in pieces:
+                self._take(running, piece)
 
     def _body(self, running: "_Running") -> dict[str, Any]:
         request, sampling = running.request, running.request.sampling
@@ -246,7 +253,8 @@ class SGLangEngine(Engine):
         """Nothing is sampled from now on; what runs ends with the reason."""
         self._refuses = reason
         for running in self._running.values():
-            self._spawn(self._abort_once(running.rid))
+            if running.reading is not None:
+                running.reading.cancel()
 
     async def close(self) -> None:
         """Let go of the server, which lives on. Running requests end with EngineError."""
@@ -254,6 +262,7 @@ class SGLangEngine(Engine):
             self._refuses = "the engine was closed"
             return
         self._refuse("the engine was closed")
+        await asyncio.sleep(0.01)  # those that wait for the requests tell the server to end them
         if self._background:
             await asyncio.wait(self._background, timeout=CALL_TIMEOUT_S)
         for task in self._background:
@@ -290,6 +299,7 @@ class _Running:
         """Tokens may come from ``labels[first:]``; the list grows with every update."""
         self.request = request
         self.rid = uuid.uuid4().hex  # the server aborts by prefix: ids of one length are no prefix of each other
+        self.reading: asyncio.Future[None] | None = None
         self.pieces = 0
         self.finished = False
         self._labels, self._first = labels, first
