@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megasao.config import megatron
 from megasao.config.errors import Problem
+from megasao.config.sglang import CONTEXT_SLACK, SET_BY_US
 from megasao.config.training import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -198,6 +199,26 @@ def megatron_options(config: "Config") -> Iterator[Problem]:
     yield from megatron.problems(config)
 
 
+def sglang(config: "Config") -> Iterator[Problem]:
+    """Server arguments leave to us what is ours, and episodes fit the server."""
+    options, longest = config.rollout.sglang, config.environment.max_tokens
+    for name in SET_BY_US:
+        if name in options.server_args:
+            yield Problem(
+                f"rollout.sglang.server_args.{name}", "is set by megasao from the rest of the config; leave it"
+            )
+    context = options.server_args.get("context_length")
+    if isinstance(context, int) and context < longest + CONTEXT_SLACK:
+        reason = f"{context} positions are too few for environment.max_tokens = {longest}"
+        yield Problem("rollout.sglang.server_args.context_length", f"{reason}; use at least {longest + CONTEXT_SLACK}")
+    if options.server_args and config.rollout.engine != "sglang":
+        reason = f"has no reader while rollout.engine = {config.rollout.engine}; set rollout.engine to sglang"
+        yield Problem("rollout.sglang.server_args", reason)
+    last = config.rollout.workers * (options.servers + 1)
+    if options.first_port is not None and options.first_port + last > 65536:
+        yield Problem("rollout.sglang.first_port", f"{last} servers from port {options.first_port} on go beyond 65535")
+
+
 RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     batch,
     estimator,
@@ -210,6 +231,7 @@ RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     waits,
     exposure,
     megatron_options,
+    sglang,
 )
 
 

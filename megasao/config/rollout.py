@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from megasao.config.base import Section
+from megasao.config.sglang import SGLangConfig
 
 
 class EnvironmentConfig(Section):
@@ -35,10 +36,13 @@ class RolloutConfig(Section):
 
     workers: int = Field(1, ge=1, description="Rollout processes.")
     concurrency: int = Field(64, ge=1, description="Episodes in flight per worker.")
-    engine: Literal["embedded"] = Field("embedded", description="Rollout engine.")
+    engine: Literal["embedded", "sglang"] = Field(
+        "embedded", description="Rollout engine: a transformers model inside the worker, or SGLang servers."
+    )
     embedded: EmbeddedEngineConfig = Field(
         default_factory=EmbeddedEngineConfig, description="Options of the embedded engine."
     )
+    sglang: SGLangConfig = Field(default_factory=SGLangConfig, description="Options of SGLang servers.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; log-probs are those of the sampled law.")
     logprobs: Literal["auto", "always", "never"] = Field(
         "auto", description="Record the sampled tokens' log-probs: auto is where algorithm.objective needs them."

@@ -7,11 +7,18 @@ from pathlib import Path
 from typing import Literal
 
 from megasao.config import Config
-from megasao.config.rundir import RunDirectory
+from megasao.config.rundir import RunDirectory, all_engine_names
 from megasao.launch.ports import free_ports
 from megasao.launch.prepare import prepared_run
 from megasao.launch.process import Guardian, Role
-from megasao.launch.roles import RoleCommand, controller_role, megasao_command, rollout_role, trainer_roles
+from megasao.launch.roles import (
+    RoleCommand,
+    controller_role,
+    engine_role,
+    megasao_command,
+    rollout_role,
+    trainer_roles,
+)
 from megasao.launch.supervisor import Limits, Outcome, StopSignals, Supervisor, Unit
 
 PANEL_INTERVAL_S = 0.5
@@ -93,10 +100,15 @@ class LocalRun:
         services = [Unit("controller", lambda: [controller_role(run, config, command)])]
         for index in range(config.rollout.workers):
             services.append(Unit(f"rollout-{index}", partial(self._rollout, index)))
+        for index, name in enumerate(all_engine_names(config)):
+            services.append(Unit(name, partial(self._engine, index), ends_by_itself=False))
         return self._supervise(self._world("trainer"), services)
 
     def _rollout(self, index: int) -> list[Role]:
         return [rollout_role(self.run, self.config, self._command, index)]
+
+    def _engine(self, index: int) -> list[Role]:
+        return [engine_role(self.run, self.config, self._command, index)]
 
     def _world(self, stage: str) -> Unit:
         def make_roles() -> list[Role]:

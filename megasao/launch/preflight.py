@@ -1,7 +1,6 @@
 """What must hold before a run may start, beyond the config by itself: its model, environment and optional packages."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 from megasao.config import Config
@@ -16,7 +15,13 @@ _SAMPLE_PROMPTS = 32
 
 def preflight(config: Config, document: Document) -> bool:
     """Check everything at once; ConfigError with places from ``document``. False if the model is not there yet."""
-    problems = [*_environment(config), *_buffer(config), *_packages(config), *_value_model(config)]
+    problems = [
+        *_environment(config),
+        *_buffer(config),
+        *_packages(config),
+        *_value_model(config),
+        *_server_args(config),
+    ]
     model_there = False
     try:
         model_there = check_model(config)
@@ -79,31 +84,13 @@ def _buffer(config: Config) -> list[Problem]:
         return [Problem("buffer.max_bytes", str(error).removeprefix("buffer.max_bytes = "))]
     return []
 
-
-def _value_model(config: Config) -> list[Problem]:
-    """Trajectories to pretrain on that are not there, or a value model that cannot be started from."""
-    from megasao.trajectories.files import trajectory_files
-
-    problems = []
-    if config.value_pretraining is not None:
-        try:
-            trajectory_files(config.value_pretraining.trajectories)
-        except ValueError as error:
-            problems.append(Problem("value_pretraining.trajectories", str(error)))
-    if config.critic is not None and config.critic.path is not None:
-        reason = _no_value_model(Path(config.critic.path))
-        problems += [Problem("critic.path", reason)] if reason else []
-    return problems
-
-
-def _no_value_model(directory: Path) -> str | None:
-    """Why no critic can start from ``directory``."""
-    try:
-        manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
-        role = manifest["role"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{directory} is no value model that pretrain-value wrote (no manifest.json that can be read: {error})"
-    return None if role == "critic" else f"{directory} is a checkpoint of the {role}, not of a value model"
+    problems = [
+        *_environment(config),
+        *_buffer(config),
+        *_packages(config),
+        *_value_model(config),
+        *_server_args(config),
+    ]
 
 
 def _packages(config: Config) -> list[Problem]:

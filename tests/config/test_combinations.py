@@ -53,6 +53,30 @@ CASES = [
     (["parallel.sequence=true"], ["parallel.sequence=true", "parallel.tensor=2"], "parallel", "no meaning"),
     (["rollout.temperature=0"], ["rollout.temperature=0.1"], "rollout.temperature", "greater than 0"),
     (
+        ["rollout.sglang.server_args={tp_size: 2}"],
+        ["rollout.sglang.server_args={tp_size: 2}", "rollout.engine=sglang"],
+        "rollout.sglang.server_args",
+        "rollout.engine = embedded",
+    ),
+    (
+        ["rollout.engine=sglang", "rollout.sglang.server_args={port: 1234}"],
+        ["rollout.engine=sglang", "rollout.sglang.first_port=1234"],
+        "rollout.sglang.server_args.port",
+        "set by megasao",
+    ),
+    (
+        ["rollout.engine=sglang", "rollout.sglang.server_args={context_length: 125}"],
+        ["rollout.engine=sglang", "rollout.sglang.server_args={context_length: 126}"],
+        "rollout.sglang.server_args.context_length",
+        "at least 126",
+    ),
+    (
+        ["rollout.sglang.first_port=64999", "rollout.workers=300"],
+        ["rollout.sglang.first_port=64999"],
+        "rollout.sglang.first_port",
+        "beyond 65535",
+    ),
+    (
         ["algorithm.advantages.policy_lambda=1.1"],
         ["algorithm.advantages.policy_lambda=1"],
         "algorithm.advantages.policy_lambda",
