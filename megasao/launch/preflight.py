@@ -1,6 +1,7 @@
 """What must hold before a run may start, beyond the config by itself: its model, environment and optional packages."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 from megasao.config import Config
@@ -8,6 +9,7 @@ from megasao.config.architecture import read_hf_config
 from megasao.config.document import Document, KeyPath
 from megasao.config.errors import ConfigError, Problem
 from megasao.config.model_check import check_model
+from megasao.config.suggest import nearest
 
 _SAMPLE_PROMPTS = 32
 """Enough for every character that prompts are made of to appear."""
@@ -84,13 +86,53 @@ def _buffer(config: Config) -> list[Problem]:
         return [Problem("buffer.max_bytes", str(error).removeprefix("buffer.max_bytes = "))]
     return []
 
-    problems = [
-        *_environment(config),
-        *_buffer(config),
-        *_packages(config),
-        *_value_model(config),
-        *_server_args(config),
-    ]
+
+def _value_model(config: Config) -> list[Problem]:
+    """Trajectories to pretrain on that are not there, or a value model that cannot be started from."""
+    from megasao.trajectories.files import trajectory_files
+
+    problems = []
+    if config.value_pretraining is not None:
+        try:
+            trajectory_files(config.value_pretraining.trajectories)
+        except ValueError as error:
+            problems.append(Problem("value_pretraining.trajectories", str(error)))
+    if config.critic is not None and config.critic.path is not None:
+        reason = _no_value_model(Path(config.critic.path))
+        problems += [Problem("critic.path", reason)] if reason else []
+    return problems
+
+
+def _no_value_model(directory: Path) -> str | None:
+    """Why no critic can start from ``directory``."""
+    try:
+        manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+        role = manifest["role"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{directory} is no value model that pretrain-value wrote (no manifest.json that can be read: {error})"
+    return None if role == "critic" else f"{directory} is a checkpoint of the {role}, not of a value model"
+
+
+def _server_args(config: Config) -> list[Problem]:
+    """No SGLang, or arguments that the installed one does not take."""
+    if config.rollout.engine != "sglang":
+        return []
+    from megasao.rollout.engines.sglang_arguments import check_server_args
+
+    options, section = config.rollout.sglang, "rollout.sglang.server_args"
+    try:
+        answer = check_server_args(options)
+    except ValueError as error:
+        return [Problem("rollout.sglang.python", str(error))]
+    if answer["error"] is not None:
+        return [Problem(section, f"SGLang does not take this: {answer['error']}")]
+    return [Problem(f"{section}.{name}", _unknown_argument(name, answer["known"])) for name in answer["unknown"]]
+
+
+def _unknown_argument(name: str, known: list[str]) -> str:
+    names = nearest(name, known)
+    hint = f"did you mean {' or '.join(names)}?" if names else "see `python -m sglang.launch_server --help`"
+    return f"the installed SGLang has no such server argument; {hint}"
 
 
 def _packages(config: Config) -> list[Problem]:

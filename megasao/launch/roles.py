@@ -10,7 +10,7 @@ from megasao.config.rundir import RunDirectory, all_engine_names
 from megasao.launch.process import Role
 
 RoleCommand = Callable[[str, int], list[str]]
-"""(role, index) -> command; the roles are ``controller``, ``rollout``, ``engine``, ``trainer``, ``sft`` and ``value``."""
+"""(role, index) -> command; roles: ``controller``, ``rollout``, ``engine``, ``trainer``, ``sft`` and ``value``."""
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
