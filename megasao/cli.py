@@ -73,6 +73,21 @@ def check(
 
 
 @app.command()
+def plan(config_file: ConfigFile, overrides: Overrides = None) -> None:
+    """Sizes, layers and memory of every pipeline stage, the way of the weights, and whether it fits."""
+    from megasao.config.load import load_config
+
+    config = load_config(config_file, overrides or [])
+    from megasao.planning import make_plan
+    from megasao.planning.report import describe_plan
+
+    found = make_plan(config)
+    typer.echo(describe_plan(found, config))
+    if not found.fits:
+        raise typer.Exit(RUN_FAILED)
+
+
+@app.command()
 def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
     """Train on this machine: fine-tuning and value pretraining if the config says so, then reinforcement learning.
 

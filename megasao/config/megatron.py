@@ -10,6 +10,7 @@ The dataclasses are read from Megatron's source: importing it would import torch
 
 import ast
 import difflib
+import importlib.machinery
 import importlib.util
 from collections.abc import Iterator
 from functools import cache
@@ -105,9 +106,9 @@ _OURS: dict[Kind, dict[str, str]] = {
         "sequence_parallel": "use parallel.sequence",
         "pipeline_model_parallel_size": "use parallel.pipeline",
         "virtual_pipeline_model_parallel_size": "use parallel.virtual_pipeline",
-        "pipeline_model_parallel_layout": "use parallel",
-        "num_layers_in_first_pipeline_stage": "use parallel",
-        "num_layers_in_last_pipeline_stage": "use parallel",
+        "pipeline_model_parallel_layout": "use parallel.pipeline_layers",
+        "num_layers_in_first_pipeline_stage": "use parallel.pipeline_layers",
+        "num_layers_in_last_pipeline_stage": "use parallel.pipeline_layers",
         "context_parallel_size": "use parallel.context",
         "hierarchical_context_parallel_sizes": "use parallel.context",
         "hybrid_context_parallel": "use parallel.context",
@@ -194,7 +195,10 @@ def fields(kind: Kind) -> dict[str, ast.expr]:
     Raises:
         ValueError: megatron-core is not installed.
     """
-    spec = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
+    parent = importlib.util.find_spec("megatron")
+    # By its path: find_spec("megatron.core") would import the parent, and a config package imports no Megatron.
+    path = parent.submodule_search_locations if parent else None
+    spec = importlib.machinery.PathFinder.find_spec("megatron.core", path) if path else None
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("the section megatron needs the package megatron-core, which is not installed")
     root = Path(spec.submodule_search_locations[0])

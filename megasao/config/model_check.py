@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megasao.config.architecture import expert_count, read_hf_config
+from megasao.config.architecture import read_hf_config
 from megasao.config.errors import ConfigError, Problem
 from megasao.config.root import Config
+from megasao.families import context_problem, family_of
+from megasao.families.facts import expert_count, stage_problem
 
 
 def check_model(config: Config) -> bool:
@@ -22,22 +24,32 @@ def check_model(config: Config) -> bool:
         shape = read_hf_config(path.parent)
     except ValueError as error:
         raise ConfigError(str(path), [Problem("model.path", str(error))]) from None
-    problems = [*_layout(config, shape), *_lengths(config, shape), *_files(path.parent)]
+    problems = [*layout_problems(config, shape), *untrainable(config, shape), *_files(path.parent)]
     if problems:
         raise ConfigError(str(path), problems)
     return True
 
 
+def layout_problems(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
+    """What of the layout and the lengths does not fit a model with config.json ``shape``."""
+    yield from _layout(config, shape)
+    yield from _lengths(config, shape)
+
+
+def untrainable(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
+    """What can be planned, and cannot be trained."""
+    if reason := context_problem(shape, config.parallel.context):
+        yield Problem("parallel.context", reason)
+    for name, value in family_of(shape).megatron(shape).items():
+        if name in config.megatron.model:
+            reason = f"not to be set here: it is {value!r} for model_type = {shape['model_type']!r}"
+            yield Problem(f"megatron.model.{name}", reason)
+
+
 def _layout(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
     parallel, experts = config.parallel, expert_count(shape)
-    yield from _divisible(
-        "parallel.tensor", parallel.tensor, shape, ("num_attention_heads", "num_key_value_heads", "vocab_size")
-    )
-    chunks, chunked = parallel.pipeline * parallel.virtual_pipeline, parallel.virtual_pipeline > 1
-    name = "parallel.virtual_pipeline" if chunked else "parallel.pipeline"
-    yield from _divisible(name, chunks, shape, ("num_hidden_layers",), "model chunks" if chunked else "ranks")
-    if parallel.pipeline > 1 and shape.get("tie_word_embeddings"):
-        yield Problem("parallel.pipeline", "the model has tie_word_embeddings = true, which needs pipeline = 1")
+    yield from _divisible("parallel.tensor", parallel.tensor, shape, ("num_attention_heads", "num_key_value_heads"))
+    yield from _stages(config, shape)
     if not experts:
         for name in ("expert", "expert_tensor"):
             if (size := getattr(parallel, name)) > 1:
@@ -61,12 +73,24 @@ def _layout(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("parallel.expert_tensor", reason)
 
 
-def _divisible(
-    path: str, size: int, shape: dict[str, Any], keys: tuple[str, ...], what: str = "ranks"
-) -> Iterator[Problem]:
+def _stages(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
+    """A split of the layers that cannot be, or that parts layers which share what an indexer selects."""
+    where = "parallel.pipeline" if config.parallel.pipeline_layers is None else "parallel.pipeline_layers"
+    where = where if config.parallel.virtual_pipeline == 1 else "parallel.virtual_pipeline"
+    try:
+        stages = config.parallel.stages(shape["num_hidden_layers"])
+    except ValueError as error:
+        yield Problem(where, str(error))
+        return
+    if family_of(shape).attention == "sparse_latent":
+        reasons = (stage_problem(shape, stage) for stage in stages)
+        yield from (Problem(where, reason) for reason in reasons if reason is not None)
+
+
+def _divisible(path: str, size: int, shape: dict[str, Any], keys: tuple[str, ...]) -> Iterator[Problem]:
     for key in keys:
         if shape[key] % size:
-            yield Problem(path, f"the model's {key} = {shape[key]} cannot be split evenly over {size} {what}")
+            yield Problem(path, f"the model's {key} = {shape[key]} cannot be split evenly over {size} ranks")
 
 
 def _lengths(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from megasao.config.errors import CombinationError
 from megasao.config.megatron import MegatronConfig
 from megasao.config.model import ModelConfig, ParallelConfig
 from megasao.config.ops import OpsConfig
+from megasao.config.plan import PlanConfig
 from megasao.config.rollout import (
     BufferConfig,
     EnvironmentConfig,
@@ -60,6 +61,7 @@ class Config(Section):
     transport: TransportConfig = Field(default_factory=TransportConfig, description="Sockets.")
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig, description="Restarts.")
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig, description="Metrics.")
+    plan: PlanConfig = Field(default_factory=PlanConfig, description="Assumptions of `megasao plan`.")
     sft: SftConfig | None = Field(None, description="Fine-tuning before RL; null starts from model.path as it is.")
     value_pretraining: ValuePretrainingConfig | None = Field(
         None, description="Pretraining of the critic, after fine-tuning and before RL; null is none."

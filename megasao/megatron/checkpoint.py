@@ -117,7 +117,7 @@ def _read(files: TensorFiles, kind: str, local: LocalParameter, model: MegatronM
     absent = [name for name in names if name not in files.names()]
     if absent:
         raise ValueError(f"{directory} lacks the tensor {absent[0]}; it is a checkpoint of another model")
-    parts = [files.read(name, local.rule.shard, local.shard, local.shards) for name in names]
+    parts = [files.read(name, local) for name in names]
     return merge(local.rule, parts, model.hf_config)
 
 

@@ -236,7 +236,13 @@ def _redirect_factories() -> None:
 
 
 def _disable_transformer_engine_gemm() -> None:
-    """The router looks up ``te_general_gemm``, a name that is not defined without TransformerEngine."""
+    """Two modules take an import that succeeds without TransformerEngine for TransformerEngine.
+
+    The router looks up ``te_general_gemm``, a name that is not defined then; latent attention asks whether a module is
+    an instance of None.
+    """
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = False

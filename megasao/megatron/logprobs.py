@@ -20,7 +20,13 @@ def shift_to_tokens(outputs: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def hidden_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, *, entropy: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    *,
+    vocabulary: int | None = None,
+    entropy: bool = False,
 ) -> Tensor:
     """float32 [T]: log-probability of each target under ``softmax(hidden @ weight^T / its temperature)``.
 
@@ -33,10 +39,13 @@ def hidden_logprobs(
         weight: [V / TP, hidden], this rank's part of the vocabulary.
         targets: int64 [T], the token that each output predicts.
         temperature: float32 [T], that of the targets.
+        vocabulary: tokens that there are, where the last rows are filling.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     # A bfloat16 model's output comes in float32, without loss.
     states = hidden.to(weight.dtype)
-    outputs = chunked_logprobs(states, weight, targets, temperature=temperature, entropy=entropy, group=group)
+    outputs = chunked_logprobs(
+        states, weight, targets, temperature=temperature, entropy=entropy, group=group, vocabulary=vocabulary
+    )
     logprobs, *entropies = [output for output in outputs if output is not None]
     return torch.stack([logprobs, *entropies]) if entropies else logprobs

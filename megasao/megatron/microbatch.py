@@ -13,11 +13,11 @@ from math import lcm
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, distributed
 
 from megasao.megatron.context import gather_outputs, whole_order, zigzag
+from megasao.megatron.modules import PackedRow
 from megasao.megatron.rows import Row
 from megasao.megatron.runtime import compute_device
 
@@ -52,10 +52,9 @@ class MicroBatch:
         """P, tokens of the padded row."""
         return len(self.order)
 
-    @property
-    def packed(self) -> PackedSeqParams:
-        """What Megatron's attention is told of the padded row."""
-        return PackedSeqParams(
+    def packed(self) -> PackedRow:
+        """What the attention of one model chunk is told of the padded row: a new object for each pass over it."""
+        return PackedRow(
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens,
             cu_seqlens_kv=self.cu_seqlens,

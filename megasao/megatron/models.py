@@ -2,12 +2,13 @@
 
 Invariants (tests assert them):
 
-- the actor's log-probabilities equal those of the transformers model of the same checkpoint (< 1e-5, fp32);
+- the actor's log-probabilities equal those of the transformers model of the same checkpoint (< 1e-5, fp32), for every
+  family and layout;
 - a critic started from a policy checkpoint lacks exactly the value head; everything else is bit-equal;
 - with frozen attention only ``mlp.*`` (experts or dense FFN, and the router that weighs them) and the value head move:
   the embedding, all norms, q/k/v/o projections and q/k norms stay bit-equal (SAO, arXiv 2607.07508, trains "only the
   FFN / expert projections" and the head);
-- no dropout, no auxiliary loss: the loss is the caller's alone.
+- no dropout, no auxiliary loss, and a router's bias stays as it is, in float32: the loss is the caller's alone.
 """
 
 import importlib.util
@@ -22,23 +23,24 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megasao.config import Config
-from megasao.config.architecture import expert_count, is_moe_layer, read_hf_config, rope_theta
+from megasao.config.architecture import read_hf_config
 from megasao.config.model import ModelConfig, ParallelConfig
-from megasao.megatron.modules import HiddenOutput, PackedAttention, RMSNorm, ValueHead
+from megasao.families import context_problem, family_of
+from megasao.families.facts import expert_count, head_dim, is_moe_layer, rope
+from megasao.megatron.modules import HiddenOutput, ValueHead
 from megasao.megatron.options import passed_on
+from megasao.megatron.rope import llama3_frequencies
 from megasao.megatron.runtime import compute_device
+from megasao.megatron.sparse_attention import Indexer
+from megasao.megatron.specs import block_spec
 
 Role = Literal["actor", "critic"]
 
@@ -105,6 +107,7 @@ def build_model(role: Role, path: Path, config: Config, *, load: bool = True, fr
     stages = range(config.parallel.virtual_pipeline) if config.parallel.virtual_pipeline > 1 else [None]
     chunks = [_build_gpt(role, hf_config, transformer_config, config, stage) for stage in stages]
     for gpt in chunks:
+        freeze_indexers(gpt)
         if role == "critic" and config.value_model.freeze_attention:
             freeze_all_but_ffn_and_head(gpt)
         if frozen:
@@ -119,10 +122,31 @@ def build_model(role: Role, path: Path, config: Config, *, load: bool = True, fr
     return model
 
 
+def whole_model_on_meta(role: Role, hf_config: dict[str, Any], config: Config) -> GPTModel:
+    """The whole model in one piece on the meta device: names, shapes and what trains, without memory.
+
+    The layout must be that of one rank, and ``config.parallel`` too.
+    """
+    transformer_config = make_transformer_config(hf_config, config.model, config.parallel)
+    transformer_config.perform_initialization = False
+    with torch.device("meta"):
+        gpt = _build_gpt(role, hf_config, transformer_config, config, stage=None)
+    freeze_indexers(gpt)
+    if role == "critic" and config.value_model.freeze_attention:
+        freeze_all_but_ffn_and_head(gpt)
+    return gpt
+
+
 def freeze_all_but_ffn_and_head(module: torch.nn.Module) -> None:
     """Stop training everything but FFN / experts / router (``.mlp.``) and the value head (``output_layer``)."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad = ".mlp." in name or name.startswith("output_layer.")
+
+
+def freeze_indexers(module: torch.nn.Module) -> None:
+    """Stop training sparse attention's indexers: their selection has no gradient."""
+    for indexer in (each for each in module.modules() if isinstance(each, Indexer)):
+        indexer.requires_grad_(False)
 
 
 def make_transformer_config(
@@ -131,28 +155,39 @@ def make_transformer_config(
     parallel: ParallelConfig,
     options: dict[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Megatron's configuration of a qwen3 / qwen3_moe checkpoint under a layout; ``options`` go on to Megatron."""
+    """Megatron's configuration of a checkpoint under a layout; ``options`` go on to Megatron.
+
+    Raises:
+        ValueError: the layout does not fit the model, or its attention cannot be split over context-parallel ranks.
+    """
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
-    heads = hf_config["num_attention_heads"]
+    family = family_of(hf_config)
     _divisible(hf_config["num_key_value_heads"], "num_key_value_heads", parallel.tensor, "parallel.tensor")
-    _divisible(hf_config["vocab_size"], "vocab_size", parallel.tensor, "parallel.tensor")
-    return TransformerConfig(
-        num_layers=hf_config["num_hidden_layers"],
-        hidden_size=hf_config["hidden_size"],
-        ffn_hidden_size=hf_config["intermediate_size"],
-        num_attention_heads=heads,
-        num_query_groups=hf_config["num_key_value_heads"],
-        kv_channels=hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
-        normalization="RMSNorm",
-        layernorm_epsilon=hf_config["rms_norm_eps"],
-        qk_layernorm=True,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        **_moe_settings(hf_config, parallel),
-        **_parallel_settings(parallel, dtype),
+    if reason := context_problem(hf_config, parallel.context):
+        raise ValueError(f"parallel.context = {reason}")
+    own = family.megatron(hf_config)
+    if twice := own.keys() & (options or {}).keys():
+        raise ValueError(f"megatron.model: {sorted(twice)} follow from model_type = {hf_config['model_type']!r}")
+    settings: dict[str, Any] = {
+        "num_layers": hf_config["num_hidden_layers"],
+        "hidden_size": hf_config["hidden_size"],
+        "ffn_hidden_size": hf_config["intermediate_size"],
+        "num_attention_heads": hf_config["num_attention_heads"],
+        "num_query_groups": hf_config["num_key_value_heads"],
+        "kv_channels": head_dim(hf_config),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf_config["rms_norm_eps"],
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    kind = MLATransformerConfig if family.attention == "sparse_latent" else TransformerConfig
+    layout = _parallel_settings(parallel, dtype, hf_config["num_hidden_layers"])
+    return kind(
+        **{**settings, **_moe_settings(hf_config, parallel), **own},
+        **layout,
         **{**_kernel_settings(), **(options or {})},
     )
 
@@ -161,7 +196,7 @@ def _moe_settings(hf_config: dict[str, Any], parallel: ParallelConfig) -> dict[s
     experts = expert_count(hf_config)
     if experts == 0:
         return {}
-    _divisible(experts, "num_experts", parallel.expert, "parallel.expert")
+    _divisible(experts, "the number of experts", parallel.expert, "parallel.expert")
     if parallel.tensor > 1 and not parallel.sequence:
         raise ValueError("a mixture of experts with parallel.tensor > 1 needs parallel.sequence = true")
     if parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
@@ -175,18 +210,16 @@ def _moe_settings(hf_config: dict[str, Any], parallel: ParallelConfig) -> dict[s
         "moe_layer_freq": [int(is_moe_layer(hf_config, layer)) for layer in range(hf_config["num_hidden_layers"])],
         "moe_ffn_hidden_size": hf_config["moe_intermediate_size"],
         "moe_router_topk": hf_config["num_experts_per_tok"],
-        # Softmax over the chosen logits equals softmax over all, renormalised over the chosen.
-        "moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False),
-        "moe_router_score_function": "softmax",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": False,
     }
 
 
-def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype, layers: int) -> dict[str, Any]:
     interleaved = parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
     return {
+        "pipeline_model_parallel_layout": _stage_layout(parallel, layers),
         "tensor_model_parallel_size": parallel.tensor,
         "sequence_parallel": parallel.sequence,
         "pipeline_model_parallel_size": parallel.pipeline,
@@ -206,6 +239,16 @@ def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str
         # Gradients are summed, never averaged: step.py returns losses already divided by the global denominator.
         "calculate_per_token_loss": True,
     }
+
+
+def _stage_layout(parallel: ParallelConfig, layers: int) -> list[list[str]] | None:
+    """What each stage has, where ``parallel.pipeline_layers`` says it; else Megatron splits evenly."""
+    if parallel.pipeline_layers is None or parallel.pipeline == 1:
+        return None
+    stages = [["decoder"] * len(stage) for stage in parallel.stages(layers)]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
 
 
 def _kernel_settings() -> dict[str, Any]:
@@ -243,60 +286,39 @@ def resolved_implementation(model: ModelConfig) -> Literal["local", "transformer
     return "local" if model.transformer_impl == "local" or not available else "transformer_engine"
 
 
-def _layer_spec(moe: bool, config: TransformerConfig, implementation: str) -> ModuleSpec:
-    experts = config.num_moe_experts if moe else None
-    if implementation == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(num_experts=experts, qk_layernorm=True)
-    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=True, normalization="RMSNorm")
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention.q_layernorm = attention.k_layernorm = RMSNorm
-    attention.core_attention = PackedAttention
-    return spec
-
-
-def _block_spec(
-    hf_config: dict[str, Any], config: TransformerConfig, implementation: str, stage: int | None
-) -> TransformerBlockSubmodules:
-    offset = get_transformer_layer_offset(config, vp_stage=stage)
-    layers = range(offset, offset + get_num_layers_to_build(config, vp_stage=stage))
-    if implementation == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        norm: type = TENorm
-    else:
-        norm = RMSNorm
-    return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(is_moe_layer(hf_config, layer), config, implementation) for layer in layers],
-        layer_norm=norm,
-    )
-
-
 def _build_gpt(
     role: Role, hf_config: dict[str, Any], config: TransformerConfig, run: Config, stage: int | None
 ) -> GPTModel:
     """One chunk; ``stage`` numbers the virtual pipeline's on this rank."""
     tied = bool(hf_config.get("tie_word_embeddings", False)) and role == "actor"
-    if tied and run.parallel.pipeline > 1:
-        raise ValueError("tie_word_embeddings = true is not supported with parallel.pipeline > 1; use pipeline = 1")
+    rotary, offset = rope(hf_config), get_transformer_layer_offset(config, vp_stage=stage)
+    layers = range(offset, offset + get_num_layers_to_build(config, vp_stage=stage))
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(hf_config, config, resolved_implementation(run.model), stage),
-        vocab_size=hf_config["vocab_size"],
+        transformer_layer_spec=block_spec(hf_config, config, resolved_implementation(run.model), layers),
+        vocab_size=padded_vocabulary(hf_config, run.parallel),
         max_sequence_length=hf_config["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         vp_stage=stage,
         share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
-        rotary_base=rope_theta(hf_config),
+        rotary_percent=rotary.fraction,
+        rotary_base=rotary.theta,
     )
+    if rotary.kind == "llama3":
+        gpt.rotary_pos_emb.inv_freq = llama3_frequencies(gpt.rotary_pos_emb.inv_freq, rotary)
     if gpt.post_process and role == "critic":
         gpt.output_layer = ValueHead(config, run.value_model.head_bias)
     elif gpt.post_process:
         assert type(gpt.output_layer) is tensor_parallel.ColumnParallelLinear
         gpt.output_layer.__class__ = HiddenOutput
     return gpt
+
+
+def padded_vocabulary(hf_config: dict[str, Any], parallel: ParallelConfig) -> int:
+    """Rows of embedding and head: the vocabulary, filled up until tensor parallelism divides it."""
+    return -(-int(hf_config["vocab_size"]) // parallel.tensor) * parallel.tensor
 
 
 def _wrap(
@@ -314,6 +336,9 @@ def _wrap_chunk(
     gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, options: dict[str, Any], number: int
 ) -> DistributedDataParallel:
     gpt.to(compute_device())
+    module = Float16Module(config, gpt) if config.bf16 else gpt
+    for router in (each for each in gpt.modules() if isinstance(each, TopKRouter)):
+        router._maintain_float32_expert_bias()
     return DistributedDataParallel(
         config=config,
         ddp_config=DistributedDataParallelConfig(
@@ -323,7 +348,7 @@ def _wrap_chunk(
             overlap_param_gather=parallel.overlap and parallel.distributed_optimizer,
             **options,
         ),
-        module=Float16Module(config, gpt) if config.bf16 else gpt,
+        module=module,
         # Only the first chunk's communication has anything to hide behind.
         disable_bucketing=number > 0,
     )

@@ -8,6 +8,7 @@ Invariants (tests assert them):
   input is gathered).
 """
 
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -93,6 +94,33 @@ def by_length(cu_seqlens: Tensor) -> tuple[Tensor, list[list[int]]]:
             groups.append([length])
     tokens = torch.cat([torch.arange(start, end, device=cu_seqlens.device) for start, end in sequences])
     return tokens, groups
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """The sequences of one row, as every layer of the model gets them; one object for each pass over a row.
+
+    Attributes:
+        selected: what sparse attention's layers with an indexer selected in this pass, by layer from 0, for the layers
+            that share it: int32 [B, max_seqlen, k] key positions, or None where every earlier key counts. It belongs
+            to the row, not to the model: rows are under way together in a pipeline, and recomputation comes later.
+    """
+
+    selected: dict[int, Tensor | None] = field(default_factory=dict)
+
+
+def to_sequences(tokens: Tensor, row: PackedSeqParams) -> Tensor:
+    """[T, ...] -> [B, max_seqlen, ...]: the row's sequences beside one another."""
+    slot_to_token, token_to_slot = padding_indices(row.cu_seqlens_q, row.max_seqlen_q, tokens.shape[0])
+    padded: Tensor = _Pad.apply(tokens, slot_to_token, token_to_slot)
+    return padded.unflatten(0, (-1, row.max_seqlen_q))
+
+
+def to_tokens(sequences: Tensor, row: PackedSeqParams) -> Tensor:
+    """[B, max_seqlen, ...] -> [T, ...], the inverse of :func:`to_sequences`."""
+    _, token_to_slot = padding_indices(row.cu_seqlens_q, row.max_seqlen_q, int(row.cu_seqlens_q[-1]))
+    tokens: Tensor = _Unpad.apply(sequences.flatten(0, 1), token_to_slot)
+    return tokens
 
 
 class PackedAttention(MegatronModule):

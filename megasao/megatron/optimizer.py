@@ -58,9 +58,10 @@ class Optimizer:
             raise RuntimeError(f"the {self.model.role}'s gradient norm is {norm}; no update was made")
         return norm
 
-    def main(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def main(self, parameter: torch.Tensor) -> torch.Tensor:
         """What Adam updates for a model parameter, whole: its fp32 copy under bfloat16, else itself. Read only.
 
+        Of a buffer and of what is frozen, that is the tensor itself.
         Collective over data-parallel ranks with a distributed optimizer, as :meth:`moment` and :meth:`gradient` are.
         """
         place = self._places.get(parameter)
@@ -68,7 +69,7 @@ class Optimizer:
             return parameter
         return place.whole(parameter, place.main)
 
-    def moment(self, parameter: torch.nn.Parameter, name: str) -> torch.Tensor | None:
+    def moment(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """Adam's ``exp_avg`` or ``exp_avg_sq`` of a parameter; None before its first update, or if frozen."""
         place = self._places.get(parameter)
         if place is None:
@@ -76,7 +77,7 @@ class Optimizer:
         part = None if place.main is None else place.inner.state.get(place.main, {}).get(name)
         return place.whole(parameter, part) if place.anywhere(part is not None) else None
 
-    def gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The reduced fp32 gradient of a model parameter, whole; None if it is frozen. Collective as :meth:`main`."""
         place = self._places.get(parameter)
         if place is None:
@@ -85,7 +86,7 @@ class Optimizer:
         return place.whole(parameter, None if place.main is None else place.cut(gradient))
 
     def restore(
-        self, parameter: torch.nn.Parameter, value: torch.Tensor, moments: dict[str, torch.Tensor], step: int
+        self, parameter: torch.Tensor, value: torch.Tensor, moments: dict[str, torch.Tensor], step: int
     ) -> None:
         """Set a model parameter, the copy of it that Adam updates, and Adam's state of it ({}: leave that)."""
         with torch.no_grad():
@@ -128,7 +129,7 @@ class Optimizer:
         return list(getattr(self.megatron, "chained_optimizers", [self.megatron]))
 
     @cached_property
-    def _places(self) -> dict[torch.nn.Parameter, "_Place"]:
+    def _places(self) -> dict[torch.Tensor, "_Place"]:
         """Every trainable parameter of this rank."""
         return {parameter: place for part in self._parts() for parameter, place in _places_of(part, self.model)}
 

@@ -83,7 +83,7 @@ def _run(model: MegatronModel, rows: list[Row], finish: Callable[..., Any], *, f
             input_ids=batch.tokens[None],
             position_ids=batch.position_ids[None],
             attention_mask=None,
-            packed_seq_params=batch.packed,
+            packed_seq_params=batch.packed(),
         )
         return raw, partial(finish, batch)
 
@@ -110,7 +110,14 @@ def _outputs(model: MegatronModel, batch: MicroBatch, raw: Tensor, entropy: bool
     if model.role == "critic":
         outputs = raw[0, :, 0].float()
     else:
-        outputs = hidden_logprobs(raw[0], model.output_weight, batch.targets, batch.temperature, entropy=entropy)
+        outputs = hidden_logprobs(
+            raw[0],
+            model.output_weight,
+            batch.targets,
+            batch.temperature,
+            vocabulary=model.hf_config["vocab_size"],
+            entropy=entropy,
+        )
     return shift_to_tokens(batch.whole(outputs), batch.row_cu_seqlens)
 
 

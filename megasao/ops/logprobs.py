@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+_NEVER = -1e30
+"""Logit of a token that does not exist."""
+
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -25,6 +28,7 @@ def chunked_logprobs(
     chunk: int = 1024,
     entropy: bool = False,
     group: distributed.ProcessGroup | None = None,
+    vocabulary: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target under ``softmax(hidden @ weight^T / temperature)``.
 
@@ -40,6 +44,8 @@ def chunked_logprobs(
         entropy: also give the entropy of each law, in nats, with gradient.
         group: ranks that the vocabulary is split over; None for one. Collective over it, forward and backward. As in
             Megatron's output layer, the gradient of ``hidden`` is complete on every rank.
+        vocabulary: ids that there are; the rows of ``weight`` after them are filling, and have probability 0. None is
+            every row.
 
     Returns:
         (logprobs, entropies), [T] in float32 (float64 for float64 inputs); entropies is None unless asked for.
@@ -50,12 +56,15 @@ def chunked_logprobs(
     scale = _inverse_temperature(temperature, hidden)
     _check(hidden, weight, targets, chunk)
     ranks = 1 if group is None else distributed.get_world_size(group)
-    vocabulary = weight.shape[0] * ranks
+    rows = weight.shape[0] * ranks
+    vocabulary = rows if vocabulary is None else vocabulary
+    if not 0 < vocabulary <= rows:
+        raise ValueError(f"vocabulary: expected between 1 and the {rows} rows of weight on all ranks, got {vocabulary}")
     if targets.numel() and not bool(((targets >= 0) & (targets < vocabulary)).all()):
         raise ValueError(
             f"targets: expected ids in [0, {vocabulary}), got {int(targets.min())} to {int(targets.max())}"
         )
-    logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, targets, scale, chunk, entropy, group)
+    logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, targets, scale, chunk, entropy, group, vocabulary)
     return logprobs, entropies if entropy else None
 
 
@@ -72,8 +81,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk: int,
         entropy: bool,
         group: distributed.ProcessGroup | None,
+        vocabulary: int,
     ) -> tuple[Tensor, Tensor]:
-        shard = _Shard(weight, group)
+        shard = _Shard(weight, group, vocabulary)
         logprobs, normalisers = (torch.empty_like(scale) for _ in range(2))
         entropies = torch.empty_like(scale) if entropy else scale.new_empty(0)
         for part in _chunks(len(targets), chunk):
@@ -85,14 +95,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 law = (logits - normalisers[part, None]).exp_()
                 entropies[part] = normalisers[part] - shard.sum(law.mul_(logits).sum(dim=-1))
         ctx.save_for_backward(hidden, weight, targets, scale, normalisers, entropies)
-        ctx.settings = chunk, entropy, group
+        ctx.settings = chunk, entropy, group, vocabulary
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, scale, normalisers, entropies = ctx.saved_tensors
-        chunk, entropy, group = ctx.settings
-        shard = _Shard(weight, group)
+        chunk, entropy, group, vocabulary = ctx.settings
+        shard = _Shard(weight, group, vocabulary)
         to_logprobs, to_entropies = gradients
         for_hidden = torch.empty_like(hidden)
         # Chunks add up in the accuracy of the logits: bfloat16 would lose all but the first.
@@ -112,21 +122,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
             for_hidden[part] = shard.sum(gradient @ weight)
             if for_weight is not None:
                 _add_product(for_weight, gradient, hidden[part])
-        return (for_hidden, None if for_weight is None else for_weight.to(weight.dtype), *[None] * 5)
+        return (for_hidden, None if for_weight is None else for_weight.to(weight.dtype), *[None] * 6)
 
 
 class _Shard:
     """This rank's part of the vocabulary, and the reductions over all parts."""
 
-    def __init__(self, weight: Tensor, group: distributed.ProcessGroup | None) -> None:
+    def __init__(self, weight: Tensor, group: distributed.ProcessGroup | None, vocabulary: int) -> None:
         self.weight, self.group = weight, group
         self.alone = group is None or distributed.get_world_size(group) == 1
         self.start = 0 if self.alone else distributed.get_rank(group) * len(weight)
+        self.real = min(max(vocabulary - self.start, 0), len(weight))
 
     def logits(self, hidden: Tensor, scale: Tensor) -> Tensor:
         """[t, V / ranks], in the dtype of ``scale``."""
-        logits = (hidden @ self.weight.T).to(scale.dtype)
-        return logits.mul_(scale[:, None])
+        logits = (hidden @ self.weight.T).to(scale.dtype).mul_(scale[:, None])
+        if self.real < len(self.weight):
+            # Finite: an infinite logit times probability 0 is no number.
+            logits[:, self.real :] = _NEVER
+        return logits
 
     def sum(self, parts: Tensor) -> Tensor:
         """The sum over ranks."""

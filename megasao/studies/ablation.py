@@ -5,13 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasao.studies.figures import draw_curves, figure
-from megasao.studies.study import Arm, Numbers, Run, Study, first_step, mean_after
-
-LAST = 0.75
-"""What is called the end of a run begins at this fraction of its steps."""
-
-# Prompts never come twice, so the running mean is that of all earlier rewards, as in the paper's online simulation.
-GLOBAL_MEAN = ("algorithm.advantages.scope=global", "algorithm.advantages.window=128")
+from megasao.studies.study import GLOBAL_MEAN, LAST, Arm, Numbers, Run, Study, first_step, mean_after, share_masked
 
 ABLATION_ARMS = (
     Arm("sao", ("sao",)),
@@ -28,8 +22,6 @@ NAMES = tuple(arm.name for arm in ABLATION_ARMS)
 
 def numbers(run: Run) -> Numbers:
     """The columns of the table. The share masked is that of tokens outside the band of DIS, or clipped."""
-    names = ("actor/masked_low", "actor/masked_high", "actor/clipped_low", "actor/clipped_high")
-    found = [value for value in (mean_after(run, name, 0) for name in names) if value is not None]
     final = run.records[-1]
     return {
         "start reward": run.records[0]["evaluation/sampled"],
@@ -38,7 +30,7 @@ def numbers(run: Run) -> Numbers:
         "steps to 80 %": first_step(run, "evaluation/sampled", 0.8),
         "explained variance": mean_after(run, "critic/explained_variance", LAST),
         "critic gradient norm": mean_after(run, "critic/grad_norm", 0),
-        "share masked": sum(found) if found else None,
+        "share masked": share_masked(run),
     }
 
 
@@ -51,6 +43,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         )
         axes[1].set_ylim(-0.5, 1)
         draw_curves(axes[2], runs, "critic/grad_norm", "gradient norm of the critic", arms=NAMES, smooth=10)
+        axes[2].set_yscale("log")
         draw_curves(axes[3], runs, "actor/masked_high", "share of tokens above the band", arms=NAMES, smooth=10)
 
 

@@ -8,13 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasao.studies.figures import draw_curves, figure
-from megasao.studies.study import Arm, Numbers, Run, Study, mean_after
+from megasao.studies.study import LAST, Arm, Numbers, Run, Study, mean_after
 
 ALL_OLD = ("loop.max_stale_share=1", "rollout.logprobs=always")
 HALF_OLD = ("loop.max_stale_share=0.5", "actor.optimizer.lr=1e-3", "rollout.logprobs=always")
-LAST = 0.75
-"""What is called the end of a run begins at this fraction of its steps: single evaluations are noisy."""
-
 COLLAPSE_ARMS = (
     Arm("naive", ("naive", *ALL_OLD)),
     Arm("gpg", ("gpg", *ALL_OLD)),

@@ -5,9 +5,8 @@ from pathlib import Path
 from statistics import fmean
 
 from megasao.studies.figures import colours, figure
-from megasao.studies.study import Arm, Numbers, Run, Study, mean_after
+from megasao.studies.study import LAST, Arm, Numbers, Run, Study, mean_after, share_masked
 
-LAST = 0.75
 BOUNDS = {"sao": (0, 1, 2, 4, 8, 16), "no_dis": (0, 4, 16)}
 OBJECTIVES = {"sao": ("sao",), "no_dis": ("vapo", "critic.freeze_attention=true", "critic.updates_per_actor_update=2")}
 """``no_dis`` is SAO with PPO's clip in place of DIS, and nothing else changed."""
@@ -15,13 +14,11 @@ OBJECTIVES = {"sao": ("sao",), "no_dis": ("vapo", "critic.freeze_attention=true"
 
 def numbers(run: Run) -> Numbers:
     """The columns of the table. The share masked is that of tokens outside the band of DIS, or clipped."""
-    names = ("actor/masked_low", "actor/masked_high", "actor/clipped_low", "actor/clipped_high")
-    found = [value for value in (mean_after(run, name, 0) for name in names) if value is not None]
     return {
         "start reward": run.records[0]["evaluation/sampled"],
         "end reward": mean_after(run, "evaluation/sampled", LAST),
         "best reward": max(record.get("evaluation/sampled") or 0.0 for record in run.records),
-        "share masked": sum(found),
+        "share masked": share_masked(run),
         "largest |log ratio|, mean": max(record.get("actor/log_ratio_abs_mean") or 0.0 for record in run.records),
         "S of negative responses": mean_after(run, "actor/negative_nll", LAST),
     }

@@ -11,13 +11,12 @@ from statistics import fmean
 
 from megasao.studies.figures import draw_curves, figure
 from megasao.studies.fleet import SimulatedFleet
-from megasao.studies.study import Arm, Numbers, Run, Study, curve
+from megasao.studies.study import GLOBAL_MEAN, Arm, Numbers, Run, Study, curve
 
 RECOVERED = 0.9
 WINDOW = 5
 """Steps whose mean counts as the level of the reward."""
 
-GLOBAL_MEAN = ("algorithm.advantages.scope=global", "algorithm.advantages.window=128")
 ARMS = (
     Arm("sao", ("sao",)),
     Arm("grpo_dis", ("grpo_dis",)),

@@ -17,6 +17,13 @@ CONFIGS = Path("configs")
 """Where a project keeps its configs; studies run in the project's directory."""
 
 
+LAST = 0.75
+"""What is called the end of a run begins at this fraction of its steps: single evaluations are noisy."""
+
+GLOBAL_MEAN = ("algorithm.advantages.scope=global", "algorithm.advantages.window=128")
+"""The running mean of all prompts, as in the online simulation of arXiv 2607.07508: prompts never come twice here."""
+
+
 @dataclass(frozen=True)
 class Arm:
     """One line of the table. ``changes``: presets by name (``grpo``) and ``key.path=value``, in order."""
@@ -85,6 +92,13 @@ def mean_after(run: Run, name: str, fraction: float) -> float | None:
     start = fraction * len(run.records)
     values = [value for step, value in curve(run, name) if step >= start]
     return sum(values) / len(values) if values else None
+
+
+def share_masked(run: Run) -> float | None:
+    """Mean share of the action tokens outside the band of DIS, or clipped; None where the objective masks nothing."""
+    names = ("actor/masked_low", "actor/masked_high", "actor/clipped_low", "actor/clipped_high")
+    found = [value for value in (mean_after(run, name, 0) for name in names) if value is not None]
+    return sum(found) if found else None
 
 
 def first_step(run: Run, name: str, level: float) -> float | None:

@@ -50,6 +50,24 @@ CASES = [
         "parallel",
         "no meaning with pipeline = 1",
     ),
+    (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.pipeline_layers=[1,3]"],
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2"],
+        "parallel",
+        "does not go with virtual_pipeline = 2",
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.pipeline_layers=[1,1,1]"],
+        ["parallel.pipeline=2", "parallel.pipeline_layers=[1,2]"],
+        "parallel",
+        "one for each",
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.pipeline_layers=[2,0]"],
+        ["parallel.pipeline=2", "parallel.pipeline_layers=[2,1]"],
+        "parallel",
+        "at least one layer",
+    ),
     (["parallel.sequence=true"], ["parallel.sequence=true", "parallel.tensor=2"], "parallel", "no meaning"),
     (["rollout.temperature=0"], ["rollout.temperature=0.1"], "rollout.temperature", "greater than 0"),
     (
@@ -112,12 +130,38 @@ def model(tmp_path: Path, **changes: Any) -> str:
 
 TP2 = ("parallel.tensor=2", "parallel.sequence=true", "parallel.expert_tensor=2")
 
+SPARSE: dict[str, Any] = {
+    "model_type": "glm_moe_dsa",
+    "num_experts": None,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "index_topk": 16,
+    "index_topk_freq": 4,
+    "index_skip_topk_offset": 3,
+}
+"""Layers 0, 1, 2 and 6 select; 3, 4, 5 and 7 share."""
+
 MODEL_CASES: list[tuple[dict[str, Any], list[str], str]] = [
     ({}, ["parallel.tensor=2", "parallel.expert_tensor=2"], "parallel.sequence"),
     ({}, ["parallel.tensor=2", "parallel.sequence=true"], "parallel.expert_tensor"),
     ({}, ["parallel.expert_tensor=2"], "parallel.expert_tensor"),
-    ({"tie_word_embeddings": True}, ["parallel.pipeline=2"], "parallel.pipeline"),
-    ({"vocab_size": 33}, [*TP2], "parallel.tensor"),
+    ({}, ["parallel.pipeline=2", "parallel.pipeline_layers=[1,2]"], "parallel.pipeline_layers"),
+    ({**SPARSE}, ["parallel.pipeline=2"], "parallel.pipeline"),
+    ({**SPARSE}, ["parallel.pipeline=2", "parallel.pipeline_layers=[5,3]"], "parallel.pipeline_layers"),
+    ({**SPARSE}, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"], "parallel.virtual_pipeline"),
+    ({**SPARSE}, ["parallel.context=2"], "parallel.context"),
+    ({**SPARSE}, ["megatron.model.moe_router_bias_update_rate=0.1"], "megatron.model.moe_router_bias_update_rate"),
+    ({**SPARSE, "index_topk": None}, [], "model.path"),
+    ({**SPARSE, "norm_topk_prob": False}, [], "model.path"),
     ({"num_experts": "four"}, [], "model.path"),
     ({"num_hidden_layers": None}, [], "model.path"),
     ({"model_type": "gpt2"}, [], "model.path"),
@@ -147,16 +191,23 @@ def test_layouts_that_do_not_fit_the_model(
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("changes", "overrides"),
     [
-        [],
-        [*TP2],
-        ["parallel.expert=2"],
-        ["parallel.pipeline=2"],
+        ({}, []),
+        ({}, [*TP2]),
+        ({}, ["parallel.expert=2"]),
+        ({}, ["parallel.pipeline=2"]),
+        ({"tie_word_embeddings": True}, ["parallel.pipeline=2"]),
+        ({"vocab_size": 33}, [*TP2]),
+        ({}, ["parallel.context=2"]),
+        ({}, ["megatron.model.moe_router_bias_update_rate=0.1"]),
+        ({"num_hidden_layers": 4}, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]),
+        ({"num_hidden_layers": 5}, ["parallel.pipeline=2", "parallel.pipeline_layers=[2,3]"]),
+        ({**SPARSE}, ["parallel.pipeline=2", "parallel.pipeline_layers=[6,2]"]),
     ],
 )
-def test_layouts_that_fit_the_model(tmp_path: Path, overrides: list[str]) -> None:
-    assert check_model(load_config(LAPTOP, [model(tmp_path), *overrides]))
+def test_layouts_that_fit_the_model(tmp_path: Path, changes: dict[str, Any], overrides: list[str]) -> None:
+    assert check_model(load_config(LAPTOP, [model(tmp_path, **changes), *overrides]))
 
 
 def test_a_model_that_is_not_there_yet_is_not_an_error(tmp_path: Path) -> None:

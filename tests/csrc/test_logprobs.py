@@ -55,6 +55,21 @@ def test_equals_the_plain_computation(chunk: int, entropy: bool) -> None:
     assert not torch.allclose(cold, expected, atol=1e-2), "without temperature the comparison fails"
 
 
+def test_filling_rows_of_the_weight_do_not_exist() -> None:
+    case, real = inputs(), V - 3
+    case |= {"targets": case["targets"] % real}
+    expected, expected_entropies = plain(**(case | {"weight": case["weight"][:real]}))
+    wanted = torch.autograd.grad(weighted(expected, expected_entropies), (case["hidden"], case["weight"]))
+    logprobs, entropies = chunked_logprobs(**case, chunk=7, entropy=True, vocabulary=real)
+    got = torch.autograd.grad(weighted(logprobs, entropies), (case["hidden"], case["weight"]))
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(entropies, expected_entropies)
+    torch.testing.assert_close(got, wanted)
+    assert not torch.allclose(chunked_logprobs(**case)[0], expected, atol=1e-2), "they would count otherwise"
+    with pytest.raises(ValueError, match="vocabulary"):
+        chunked_logprobs(**case, vocabulary=V + 1)
+
+
 def test_gradcheck_in_float64() -> None:
     case = inputs()
     fixed = {"targets": case["targets"], "temperature": case["temperature"]}

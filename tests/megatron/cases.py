@@ -227,9 +227,9 @@ def split_gradients(payload: Payload) -> Any:
     context.TILE = payload.get("tile", 1024)
     model = build_model("actor", Path(payload["path"]), config)
     build_optimizer(model, config.actor.optimizer).zero_grad()
-    sequences, size = payload["sequences"], payload["sequences_per_row"]
+    sequences, size, temperature = payload["sequences"], payload["sequences_per_row"], payload.get("temperature", 0.7)
     rows = [
-        Row.from_sequences(sequences[start : start + size], [0.7] * len(sequences[start : start + size]))
+        Row.from_sequences(sequences[start : start + size], [temperature] * len(sequences[start : start + size]))
         for start in range(0, len(sequences), size)
     ][topology.data_rank :: topology.data_size]
     forward_backward(model, rows, lambda index, values: (-values.sum() / 100.0, {}))

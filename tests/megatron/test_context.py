@@ -75,4 +75,4 @@ def test_padding_is_bounded_whatever_the_lengths() -> None:
     assert sorted(length for group in groups for length in group) == sorted(length for length in lengths if length)
     padded = sum(len(group) * group[0] for group in groups)
     assert padded <= 1.5 * sum(lengths)
-    assert padded < 0.01 * len(lengths) * max(lengths)
+    assert padded < 0.05 * len(lengths) * max(lengths), "padding all to the longest would be twenty times that"

@@ -8,6 +8,7 @@ ranks that did not answer. After either the world is ended, and the next call st
 """
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -21,10 +22,14 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 COLLECTIVE_TIMEOUT_S = 60.0
 AFTER_FAILURE_S = 3.0
+MOST_THREADS = 400
+"""A world whose ranks have more is not used again: gloo threads of models that something still holds poll for ever."""
 
 
 class WorldFailure(AssertionError):
@@ -37,11 +42,15 @@ def run_world(size: int, function: str, payload: Any = None, *, timeout_s: float
     if world is None or not world.alive():
         world = _worlds[size] = World(size)
     try:
-        return world.run(function, payload, timeout_s)
+        results = world.run(function, payload, timeout_s)
     except WorldFailure:
         world.kill()
         del _worlds[size]
         raise
+    if world.threads() > MOST_THREADS:
+        world.kill()
+        del _worlds[size]
+    return results
 
 
 class World:
@@ -78,6 +87,10 @@ class World:
             os.set_blocking(reader, False)
             self._results.append(reader)
         self._answers(START_TIMEOUT_S, "start")
+
+    def threads(self) -> int:
+        """Threads of the rank that has most."""
+        return max(psutil.Process(process.pid).num_threads() for process in self._processes)
 
     def alive(self) -> bool:
         """Whether every rank still runs."""
@@ -181,6 +194,7 @@ def _worker(result_descriptor: int) -> None:
             try:
                 answer = {"result": getattr(importlib.import_module(module), name)(task["payload"])}
                 runtime.clear_layout()
+                gc.collect()  # models in reference cycles hold process groups, whose threads poll
             except BaseException:
                 answer = {"error": traceback.format_exc()}
             _write(results, answer)

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load as load_tensors
@@ -13,8 +13,10 @@ from safetensors.torch import save as save_tensors
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 
+from megasao.megatron.bridge.load import TensorFiles, checkpoint_files
 from megasao.megatron.bridge.local import LocalParameter, local_parameters
 from megasao.megatron.bridge.parts import split
+from megasao.megatron.bridge.table import carried_names, optional_names
 from megasao.megatron.runtime import compute_device
 
 if TYPE_CHECKING:
@@ -52,7 +54,8 @@ def local_hf_tensors(
         for index, name in enumerate(local.rule.hf):
             pieces = [part[index] for part in parts]
             dimension = local.rule.shard or 0
-            yield name, pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim=dimension)
+            whole = pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim=dimension)
+            yield name, whole[: model.hf_config["vocab_size"]] if local.rule.vocabulary else whole
 
 
 def export_hf(model: "MegatronModel") -> dict[str, Tensor]:
@@ -91,11 +94,14 @@ def _gather_on_rank_0(mine: dict[str, Tensor]) -> dict[str, Tensor]:
 def save_hf(model: "MegatronModel", source_dir: Path, out_dir: Path) -> None:
     """Write the model as a Hugging Face checkpoint directory. Collective; on return it is complete for all ranks.
 
-    config.json, tokenizer and generation settings come from ``source_dir``. The directory appears at once (written
-    beside its place, then renamed) and ends with an empty file ``COMPLETE``; an older one is replaced.
+    config.json, tokenizer, generation settings and layers of multi-token prediction come from ``source_dir``. The
+    directory appears at once (written beside its place, then renamed) and ends with an empty file ``COMPLETE``; an
+    older one is replaced.
     """
     tensors = export_hf(model)
     if distributed.get_rank() == 0:
+        if model.role == "actor":
+            tensors.update(carried_tensors(model.hf_config, source_dir))
         temporary = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -104,12 +110,19 @@ def save_hf(model: "MegatronModel", source_dir: Path, out_dir: Path) -> None:
     distributed.barrier()
 
 
+def carried_tensors(hf_config: dict[str, Any], source_dir: Path) -> dict[str, Tensor]:
+    """The layers of multi-token prediction of the checkpoint at ``source_dir``, as they are; {} if it has none."""
+    with TensorFiles(checkpoint_files(source_dir)) as files:
+        names = (carried_names(hf_config) | optional_names(hf_config)) & files.names()
+        return {name: files.read_whole(name) for name in sorted(names)}
+
+
 def _write(tensors: dict[str, Tensor], source_dir: Path, directory: Path) -> None:
     for pattern in _COPIED:
         for file in source_dir.glob(pattern):
             shutil.copy2(file, directory / file.name)
     config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    dtype = str(tensors["model.embed_tokens.weight"].dtype).removeprefix("torch.")
     config.update({key: dtype for key in ("dtype", "torch_dtype") if key in config})
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -11,9 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megasao.megatron.bridge.local import local_parameters
+from megasao.families import Rule
+from megasao.megatron.bridge.local import LocalParameter, local_parameters
 from megasao.megatron.bridge.parts import merge
-from megasao.megatron.bridge.table import LM_HEAD, VALUE_HEAD, Rule, rules
+from megasao.megatron.bridge.table import LM_HEAD, VALUE_HEAD, carried_names, hf_names, optional_names
 
 if TYPE_CHECKING:
     from megasao.megatron.models import MegatronModel
@@ -45,16 +46,24 @@ class TensorFiles:
         """All tensor names."""
         return set(self._files)
 
-    def read(self, name: str, dimension: int | None, shard: int, shards: int) -> Tensor:
-        """Shard ``shard`` of ``shards`` equal ones along ``dimension``; the whole tensor if that is None."""
-        lazy = self._files[name].get_slice(name)
+    def read_whole(self, name: str) -> Tensor:
+        """A whole tensor."""
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def read(self, name: str, local: LocalParameter) -> Tensor:
+        """The part of a tensor that ``local`` is made of: one of equal shards; rows of a vocabulary are filled up."""
+        lazy, dimension, shards = self._files[name].get_slice(name), local.rule.shard, local.shards
         if dimension is None or shards == 1:
-            return lazy[:] if lazy.get_shape() else self._files[name].get_tensor(name)
+            return self.read_whole(name)
         size = lazy.get_shape()[dimension]
-        if size % shards:
+        if size % shards and not local.rule.vocabulary:
             raise ValueError(f"{name}: dimension {dimension} has {size} entries, not a multiple of {shards} shards")
-        part = slice(shard * (size // shards), (shard + 1) * (size // shards))
-        return lazy[part] if dimension == 0 else lazy[:, part]
+        each = -(-size // shards)
+        part = slice(min(local.shard * each, size), min((local.shard + 1) * each, size))
+        tensor: Tensor = lazy[part] if dimension == 0 else lazy[:, part]
+        missing = each - tensor.shape[dimension]
+        return torch.nn.functional.pad(tensor, (0, 0, 0, missing)) if missing else tensor
 
 
 def load_hf(model: "MegatronModel", path: Path) -> None:
@@ -68,7 +77,7 @@ def load_hf(model: "MegatronModel", path: Path) -> None:
         for local in local_parameters(model):
             if local.rule in VALUE_HEAD:
                 continue
-            parts = [files.read(name, local.rule.shard, local.shard, local.shards) for name in local.rule.hf]
+            parts = [files.read(name, local) for name in local.rule.hf]
             assign(local.parameter, merge(local.rule, parts, model.hf_config), local.rule)
 
 
@@ -86,11 +95,18 @@ def checkpoint_files(path: Path) -> list[Path]:
 
 
 def check_names(model: "MegatronModel", found: set[str], path: Path) -> None:
-    """Refuse a checkpoint whose tensors are not exactly those of the model (a critic ignores ``lm_head``)."""
-    expected = {name for rule in rules(model.hf_config, model.role).values() for name in rule.hf}
+    """Refuse a checkpoint whose tensors are not exactly those of the model.
+
+    A critic ignores ``lm_head``. Layers of multi-token prediction are there whole or not at all.
+    """
+    expected, carried = hf_names(model.hf_config, model.role), carried_names(model.hf_config)
     if model.role == "critic":
         expected -= {name for rule in VALUE_HEAD for name in rule.hf}
-    tolerated = set(LM_HEAD.hf) if model.role == "critic" or model.hf_config.get("tie_word_embeddings") else set()
+    if carried & found:
+        expected |= carried
+    tolerated = optional_names(model.hf_config)
+    if model.role == "critic" or model.hf_config.get("tie_word_embeddings"):
+        tolerated |= set(LM_HEAD.hf)
     missing, extra = sorted(expected - found), sorted(found - expected - tolerated)
     if missing:
         raise ValueError(

@@ -1,16 +1,16 @@
-"""This rank's parameters, each with its rule and its place among the shards."""
+"""This rank's tensors, each with its rule and its place among the shards."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import distributed
+from torch import Tensor, distributed, nn
 
-from megasao.config.architecture import expert_count
-from megasao.megatron.bridge.table import Rule, global_name, rules
+from megasao.families import Rule
+from megasao.families.facts import expert_count
+from megasao.megatron.bridge.table import global_name, rules
 
 if TYPE_CHECKING:
     from megasao.megatron.models import MegatronModel
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter of this rank.
+    """A parameter of this rank, or a buffer that belongs to the checkpoint: a router's bias.
 
     Attributes:
         rule: where it belongs in the whole model.
-        parameter: the Megatron parameter: one shard where the rule is cut.
+        parameter: the Megatron tensor: one shard where the rule is cut.
         group: the ranks that hold the other shards (a group of one where the rule is not cut).
         owner: exactly one rank of those that hold copies of this shard is the owner; shard 0's owner speaks for all.
     """
 
     rule: Rule
-    parameter: torch.nn.Parameter
+    parameter: Tensor
     group: distributed.ProcessGroup
     owner: bool
 
@@ -45,7 +45,7 @@ class LocalParameter:
     @property
     def speaks(self) -> bool:
         """Whether this rank contributes the whole tensor to an export."""
-        return self.owner and self.group.rank() == 0
+        return self.owner and self.group.rank() == 0 and not self.rule.copy
 
 
 def local_parameters(model: "MegatronModel") -> Iterator[LocalParameter]:
@@ -57,7 +57,7 @@ def local_parameters(model: "MegatronModel") -> Iterator[LocalParameter]:
     dense_group = parallel_state.get_tensor_model_parallel_group()
     expert_group = parallel_state.get_expert_tensor_parallel_group()
     for module in model.modules:
-        for local, parameter in module.named_parameters():
+        for local, parameter in _tensors(module):
             name = global_name(
                 local,
                 layer_offset=get_transformer_layer_offset(model.transformer_config, vp_stage=module.vp_stage),
@@ -71,3 +71,8 @@ def local_parameters(model: "MegatronModel") -> Iterator[LocalParameter]:
                 expert_group if rule.expert else dense_group,
                 expert_owner if rule.expert else dense_owner,
             )
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".expert_bias"))

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasao.megatron.bridge.table import Rule
+from megasao.families import Rule
+from megasao.families.facts import head_dim
 
 
 def merge(rule: Rule, parts: list[Tensor], hf_config: dict[str, Any]) -> Tensor:
@@ -41,8 +42,3 @@ def split(rule: Rule, tensor: Tensor, hf_config: dict[str, Any]) -> list[Tensor]
     groups = tensor.shape[0] // ((queries + 2) * width)
     by_group = tensor.unflatten(0, (groups, -1)).split([queries * width, width, width], dim=1)
     return [part.flatten(0, 1) for part in by_group]
-
-
-def head_dim(hf_config: dict[str, Any]) -> int:
-    """Width of one attention head."""
-    return int(hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"])

@@ -1,0 +1,22 @@
+"""What `megasao plan` assumes of the machines; nothing else reads it."""
+
+from pydantic import Field
+
+from megasao.config.base import Section
+
+
+class PlanConfig(Section):
+    """Facts of the cluster that only `megasao plan` reads."""
+
+    gpu_memory_gib: float = Field(79.6, gt=0, description="Memory of one GPU, GiB; an H100 with 80 GB has 79.6.")
+    reserve_gib: float = Field(
+        6.0, ge=0, description="Of it, what is not for tensors: CUDA context, communication buffers, fragmentation."
+    )
+    expert_imbalance: float = Field(
+        1.0, ge=1, description="Tokens of the fullest expert-parallel rank over the mean of all."
+    )
+    rollout_gpus: int = Field(0, ge=0, description="GPUs of the rollout fleet that weights are sent to; 0 is none.")
+    engine_gpus: int = Field(8, ge=1, description="GPUs of one engine, over which it splits the weights.")
+    link_gb_per_s: float = Field(
+        50.0, gt=0, description="Speed of one GPU's network link, GB/s, an assumption; 50 is a 400 Gb/s card each."
+    )

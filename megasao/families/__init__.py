@@ -1,0 +1,50 @@
+"""Model families: what a config.json means, and where its weights lie in Megatron. No torch.
+
+One file is one family, named as its ``model_type`` and holding ``FAMILY``; adding a file adds a family. Everything
+that differs between families is there: which settings of config.json are supported, Megatron's configuration, the kind
+of attention, and the rules by which weights are loaded, exported, published, checkpointed and counted.
+
+Invariants (tests assert them):
+
+- the rules of a family name every parameter of its Megatron model and every tensor of its checkpoint, exactly once;
+- the published numbers of tensors and parameters come out of them.
+"""
+
+import importlib
+import pkgutil
+
+from megasao.families.base import Family, HfConfig
+from megasao.families.rules import Rule
+
+__all__ = ["Family", "HfConfig", "Rule", "context_problem", "families", "family_of"]
+
+_SHARED = {"base", "facts", "rules", "shrink"}
+
+
+def families() -> list[str]:
+    """The supported values of ``model_type``."""
+    return sorted(name for _, name, _ in pkgutil.iter_modules(__path__) if name not in _SHARED)
+
+
+def family_of(hf_config: HfConfig) -> Family:
+    """The family of a checkpoint's config.json.
+
+    Raises:
+        ValueError: its ``model_type`` is none of :func:`families`.
+    """
+    name = hf_config.get("model_type")
+    if name not in families():
+        known = " or ".join(map(repr, families()))
+        raise ValueError(f"model_type = {name!r} is not supported; expected {known}")
+    family: Family = importlib.import_module(f"{__name__}.{name}").FAMILY
+    return family
+
+
+def context_problem(hf_config: HfConfig, context: int) -> str | None:
+    """Why a model cannot be trained with ``parallel.context`` = ``context``; None if it can."""
+    if context == 1 or family_of(hf_config).attention != "sparse_latent":
+        return None
+    return (
+        f"{context} is not supported for model_type = {hf_config['model_type']!r}: its attention selects keys from the "
+        "whole row, and this rank would have only a part of it; set parallel.context = 1"
+    )

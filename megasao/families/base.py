@@ -1,0 +1,100 @@
+"""What a family is made of."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megasao.families.facts import EXPERT_KEYS, HfConfig, expert_count, indexer_layers, is_moe_layer, mtp_layers, rope
+from megasao.families.rules import EMBEDDING, FINAL_NORM, LM_HEAD, TIED_HEAD, VALUE_HEAD, Rule
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+)
+_MOE_SIZES = ("moe_intermediate_size", "num_experts_per_tok")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One ``model_type``.
+
+    Attributes:
+        megatron: fields of Megatron's TransformerConfig that are the family's own, from config.json; plain values.
+        layer: the rules of one decoder layer (from 0).
+        attention: ``grouped`` is queries, keys and values from one product; ``sparse_latent`` is multi-head latent
+            attention on the keys that an indexer selects.
+        allowed: supported values of settings in config.json; None stands for a setting that is not written.
+        sizes: further whole numbers above 0 that config.json must have.
+        rope_types: supported kinds of rotary embedding.
+        mtp: the rules of one multi-token-prediction layer, whose number counts on after the decoder's; None is a
+            family without. Such tensors are carried from checkpoint to checkpoint and not trained.
+        mtp_copies: tensors of an MTP layer that some checkpoints repeat from the model; ``{L}`` is the layer.
+    """
+
+    megatron: Callable[[HfConfig], dict[str, Any]]
+    layer: Callable[[HfConfig, int], tuple[Rule, ...]]
+    attention: Literal["grouped", "sparse_latent"] = "grouped"
+    allowed: Mapping[str, tuple[Any, ...]] | None = None
+    sizes: tuple[str, ...] = ()
+    rope_types: tuple[str, ...] = ("default",)
+    mtp: Callable[[HfConfig, int], tuple[Rule, ...]] | None = None
+    mtp_copies: tuple[str, ...] = ()
+
+    def check(self, hf_config: HfConfig) -> None:
+        """ValueError if config.json asks for something that is not supported, or lacks a size."""
+        allowed = {"hidden_act": ("silu",), **(self.allowed or {})}
+        for key, values in allowed.items():
+            if hf_config.get(key) not in values:
+                expected = " or ".join(map(repr, values))
+                raise ValueError(f"{key} = {hf_config.get(key)!r} is not supported; expected {expected}")
+        if rope(hf_config).kind not in self.rope_types:
+            raise ValueError(
+                f"rope scaling {rope(hf_config).settings} is not supported; expected rope_type "
+                + " or ".join(self.rope_types)
+            )
+        for key in EXPERT_KEYS:
+            if not isinstance(count := hf_config.get(key) or 0, int):
+                raise ValueError(f"{key} = {count!r}; expected a whole number")
+        for key in (*_SIZES, *self.sizes, *(_MOE_SIZES if expert_count(hf_config) else ())):
+            size = hf_config.get(key)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{key} = {size!r}; expected a whole number above 0")
+        if self.attention == "sparse_latent" and 0 not in indexer_layers(hf_config):
+            raise ValueError("the first layer must have an indexer of its own: there is none before it to share")
+
+    def rules(self, hf_config: HfConfig, role: Literal["actor", "critic"]) -> Iterator[Rule]:
+        """Every tensor of the whole Megatron model; a critic has a value head for the language-model head."""
+        yield EMBEDDING
+        for layer in range(hf_config["num_hidden_layers"]):
+            yield from expand(self.layer(hf_config, layer), layer, expert_count(hf_config))
+        yield FINAL_NORM
+        if role == "critic":
+            yield from VALUE_HEAD
+        else:
+            yield TIED_HEAD if hf_config.get("tie_word_embeddings", False) else LM_HEAD
+
+    def mtp_rules(self, hf_config: HfConfig) -> Iterator[Rule]:
+        """Every tensor of the multi-token-prediction layers that config.json announces."""
+        for number in range(mtp_layers(hf_config) if self.mtp is not None else 0):
+            assert self.mtp is not None
+            layer = hf_config["num_hidden_layers"] + number
+            yield from expand(self.mtp(hf_config, number), layer, expert_count(hf_config))
+
+
+def expand(templates: tuple[Rule, ...], layer: int, experts: int) -> Iterator[Rule]:
+    """Rules of one layer with their numbers filled in; an expert's rule once for each expert."""
+    for template in templates:
+        if template.expert:
+            yield from (template.numbered(L=layer, E=expert) for expert in range(experts))
+        else:
+            yield template.numbered(L=layer)
+
+
+def feed_forward_kind(hf_config: HfConfig, layer: int) -> Literal["dense", "moe"]:
+    """What ``layer`` (from 0) has after its attention."""
+    return "moe" if is_moe_layer(hf_config, layer) else "dense"

@@ -1,0 +1,129 @@
+"""Memory that one row needs for its backward pass: what each layer keeps, and the head's chunk of logits.
+
+The numbers are those of what the local specification saves, without recomputation, counted tensor by tensor; fused
+implementations keep less. ``tokens`` are those of one rank's row; with sequence parallelism a rank keeps its part of
+everything that is not cut over heads or features.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megasao.config import Config
+from megasao.families import family_of
+from megasao.families.facts import expert_count, head_dim, indexer_layers, is_moe_layer, rope
+from megasao.megatron.sparse_attention import QUERY_CHUNK, SCORES_AT_A_TIME
+
+LOGPROB_CHUNK = 1024
+"""Tokens whose logits exist at one time."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that one row keeps on a rank, from its forward pass to its backward pass.
+
+    Attributes:
+        hf_config: the model's config.json.
+        config: layout, dtype and assumptions.
+        tokens: of the row, on one context-parallel rank.
+    """
+
+    hf_config: dict[str, Any]
+    config: Config
+    tokens: int
+
+    def layer(self, layer: int) -> float:
+        """What decoder layer ``layer`` (from 0) keeps."""
+        hidden = 6 * self.hf_config["hidden_size"] * self._width / self._sequence
+        attention = self._latent(layer) if self._is_latent else self._grouped()
+        return self.tokens * (hidden + attention + self._feed_forward(layer))
+
+    def last_stage(self) -> float:
+        """What the final norm keeps."""
+        return self.tokens * 3 * self.hf_config["hidden_size"] * self._width / self._sequence
+
+    def logprobs(self) -> float:
+        """The most that exists at a time for log-probabilities: a chunk's logits, and the head's gradient."""
+        vocabulary, hidden = self.hf_config["vocab_size"] / self._tensor, self.hf_config["hidden_size"]
+        chunk = min(LOGPROB_CHUNK, self.tokens) * vocabulary
+        half = self._width if self._width < 4 else 0
+        return chunk * (2 * 4 + half) + vocabulary * hidden * (4 + half) + 2 * self.tokens * hidden * self._width
+
+    def indexer(self, layers: range) -> float:
+        """The scores that exist at a time while one of ``layers`` selects keys."""
+        shape = self.hf_config
+        if not self._is_latent or not self._selects or not any(layer in indexer_layers(shape) for layer in layers):
+            return 0.0
+        return 4.0 * min(SCORES_AT_A_TIME, self.tokens * self._row * shape["index_n_heads"])
+
+    def kept(self, layers: range, *, last: bool) -> float:
+        """What ``layers`` keep, and on the last stage the final norm."""
+        return sum(self.layer(layer) for layer in layers) + (self.last_stage() if last else 0.0)
+
+    def scratch(self, layers: range, *, last: bool, head: bool) -> float:
+        """What the worst moment needs beyond what is kept at the end.
+
+        That is the head at work, or the last indexer, when the layers after it have kept nothing yet.
+        """
+        at_the_end = self.kept(layers, last=last)
+        worst = at_the_end + (self.logprobs() if head else 0.0)
+        indexers = [layer for layer in layers if self._is_latent and layer in indexer_layers(self.hf_config)]
+        if indexers:
+            before = self.kept(range(layers.start, indexers[-1] + 1), last=False)
+            worst = max(worst, before + self.indexer(layers))
+        return worst - at_the_end
+
+    def _grouped(self) -> float:
+        heads = self.hf_config["num_attention_heads"]
+        queries = heads * head_dim(self.hf_config)
+        keys = self.hf_config["num_key_value_heads"] * head_dim(self.hf_config)
+        # Each context-parallel rank gathers the keys and values of the whole row.
+        kept = 3 * queries + 2 * keys * self.config.parallel.context
+        if family_of(self.hf_config).megatron(self.hf_config).get("qk_layernorm"):
+            kept += 3 * queries + 3 * keys
+        rotary = 4 * rope(self.hf_config).fraction * head_dim(self.hf_config)
+        return (kept / self._tensor + rotary) * self._width + 4 * heads / self._tensor
+
+    def _latent(self, layer: int) -> float:
+        shape = self.hf_config
+        heads, rotated = shape["num_attention_heads"], shape["qk_rope_head_dim"]
+        latents = 3 * shape["q_lora_rank"] + 3 * shape["kv_lora_rank"] + rotated
+        cut = heads * (2 * (shape["qk_nope_head_dim"] + rotated) + 3 * shape["v_head_dim"])
+        selected = shape["index_topk"] if self._selects and layer in indexer_layers(shape) else 0
+        mask = self._row if self._selects and self._row <= QUERY_CHUNK else 0
+        kept = latents / self._sequence + cut / self._tensor + 4 * rotated
+        return kept * self._width + 4 * (selected + mask) + 4 * heads / self._tensor
+
+    def _feed_forward(self, layer: int) -> float:
+        shape = self.hf_config
+        if not is_moe_layer(shape, layer):
+            return 5 * shape["intermediate_size"] / self._tensor * self._width
+        width, routed = shape["moe_intermediate_size"], shape["num_experts_per_tok"] * self.config.plan.expert_imbalance
+        # A rank's tokens leave for the experts and as many come; expert tensor parallelism gathers and cuts alike.
+        experts = routed * (6 * width + shape["hidden_size"]) / self._sequence
+        shared = 5 * (shape.get("n_shared_experts") or 0) * width / self._tensor
+        return (experts + shared) * self._width + 10 * 4 * expert_count(shape) / self._sequence
+
+    @property
+    def _selects(self) -> bool:
+        return self._row > int(self.hf_config["index_topk"])
+
+    @property
+    def _row(self) -> int:
+        """Tokens on all context-parallel ranks."""
+        return self.tokens * self.config.parallel.context
+
+    @property
+    def _is_latent(self) -> bool:
+        return family_of(self.hf_config).attention == "sparse_latent"
+
+    @property
+    def _tensor(self) -> int:
+        return self.config.parallel.tensor
+
+    @property
+    def _sequence(self) -> int:
+        return self.config.parallel.tensor if self.config.parallel.sequence else 1
+
+    @property
+    def _width(self) -> int:
+        return {"float32": 4, "bfloat16": 2}[self.config.model.dtype]

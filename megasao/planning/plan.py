@@ -1,0 +1,151 @@
+"""The plan of a run: sizes, where everything goes, what it needs, and whether that is there."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasao.config import Config
+from megasao.config.architecture import read_architecture
+from megasao.config.errors import ConfigError, Problem
+from megasao.config.model_check import layout_problems, untrainable
+from megasao.megatron.models import Role
+from megasao.planning.memory import GIB, RoleMemory, stage_memory, stages_of
+from megasao.planning.tensors import ModelTensor, active_parameters, model_tensors, mtp_parameters
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameters of the policy; buffers are not counted.
+
+    Attributes:
+        total: all of them, without multi-token prediction.
+        with_mtp: with it; equal to ``total`` where there is none.
+        routed: in routed experts.
+        active: that one token meets, and of those without the embedding, and without embedding and head.
+    """
+
+    total: int
+    with_mtp: int
+    routed: int
+    active: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: its decoder layers from 0, and what each model needs on its fullest rank."""
+
+    layers: range
+    roles: dict[Role, RoleMemory]
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the worst time: all models are resident, and one of them trains."""
+        return sum(role.resident for role in self.roles.values()) + max(role.working for role in self.roles.values())
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One update of the engines' weights, every tensor sent once by one rank, stages beside one another.
+
+    Attributes:
+        total: bytes of the policy.
+        per_sender: on each link out of the stage that sends most, spread evenly over its ranks.
+        per_receiver: on each link into an engine's GPU, each taking its part.
+        seconds: of the slower side at the assumed speed of a link.
+    """
+
+    total: float
+    per_sender: float
+    per_receiver: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that `megasao plan` prints; ``untrainable`` says why a run with this config would be refused."""
+
+    sizes: Sizes
+    stages: list[Stage]
+    transfer: Transfer | None
+    available: float
+    untrainable: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage has room."""
+        return all(stage.peak <= self.available for stage in self.stages)
+
+
+def make_plan(config: Config) -> Plan:
+    """The plan of a config whose model's config.json is at hand.
+
+    Raises:
+        ConfigError: there is no config.json, or the layout cannot work.
+    """
+    hf_config = _architecture(config)
+    problems = [*layout_problems(config, hf_config), *_not_planned(config)]
+    if problems:
+        raise ConfigError(str(config.model.architecture or config.model.path), problems)
+    roles: tuple[Role, ...] = ("actor",) if config.critic is None else ("actor", "critic")
+    tensors: dict[Role, list[ModelTensor]] = {role: model_tensors(role, hf_config, config) for role in roles}
+    stages = [
+        Stage(layers, {role: stage_memory(role, hf_config, config, tensors[role], index) for role in roles})
+        for index, layers in enumerate(config.parallel.stages(hf_config["num_hidden_layers"]))
+    ]
+    return Plan(
+        sizes=_sizes(hf_config, tensors["actor"]),
+        stages=stages,
+        transfer=_transfer(hf_config, config, tensors["actor"]),
+        available=(config.plan.gpu_memory_gib - config.plan.reserve_gib) * GIB,
+        untrainable=tuple(f"{each.path}: {each.reason}" for each in untrainable(config, hf_config)),
+    )
+
+
+def _not_planned(config: Config) -> Iterator[Problem]:
+    if config.parallel.virtual_pipeline > 1:
+        reason = "a plan counts the rows under way in the plain schedule only; plan with virtual_pipeline = 1"
+        yield Problem("parallel.virtual_pipeline", reason)
+
+
+def _architecture(config: Config) -> dict[str, Any]:
+    file = Path(config.model.path) / "config.json"
+    if not file.is_file() and config.model.architecture is not None:
+        file = Path(config.model.architecture)
+    if not file.is_file():
+        reason = f"{file} is not there: planning needs the model's config.json, in model.path or here"
+        raise ConfigError(str(file), [Problem("model.architecture", reason)])
+    try:
+        return read_architecture(file)
+    except ValueError as error:
+        raise ConfigError(str(file), [Problem("model.architecture", str(error))]) from None
+
+
+def _sizes(hf_config: dict[str, Any], tensors: list[ModelTensor]) -> Sizes:
+    total, active = sum(t.elements for t in tensors if t.parameter), active_parameters(hf_config, tensors)
+
+    def part(name: str) -> int:
+        return sum(t.elements for t in tensors if t.rule.megatron.startswith(name))
+
+    embedding, head = part("embedding."), part("output_layer.")
+    return Sizes(
+        total=total,
+        with_mtp=total + mtp_parameters(hf_config, tensors),
+        routed=sum(t.elements for t in tensors if t.rule.expert),
+        active=(active, active - embedding, active - embedding - head),
+    )
+
+
+def _transfer(hf_config: dict[str, Any], config: Config, tensors: list[ModelTensor]) -> Transfer | None:
+    if config.plan.rollout_gpus == 0:
+        return None
+    stages = config.parallel.stages(hf_config["num_hidden_layers"])
+    width = {"float32": 4, "bfloat16": 2}[config.model.dtype]
+    sent = [0.0] * len(stages)
+    for tensor in tensors:
+        sent[min(stages_of(tensor, stages))] += tensor.elements * width
+    total = sum(sent)
+    per_sender = max(sent) * len(stages) / config.parallel.ranks
+    per_receiver = total / config.plan.engine_gpus
+    seconds = max(per_sender, per_receiver) / (config.plan.link_gb_per_s * 1e9)
+    return Transfer(total, per_sender, per_receiver, seconds)

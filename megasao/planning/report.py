@@ -1,0 +1,85 @@
+"""The plan as text."""
+
+from collections.abc import Iterator
+
+from megasao.config import Config
+from megasao.planning.memory import GIB, RoleMemory
+from megasao.planning.plan import Plan, Stage
+
+_COLUMNS = ("stage", "layers", "model", "parameters", "weights", "gradients", "optimizer", "activations", "scratch")
+
+
+def describe_plan(plan: Plan, config: Config) -> str:
+    """Several lines; memory in GiB."""
+    notes = [f"cannot be trained as it is: {note}" for note in plan.untrainable]
+    return "\n".join([*_sizes(plan), "", *_layout(config), *notes, "", *_stages(plan), "", *_transfer(plan, config)])
+
+
+def _sizes(plan: Plan) -> Iterator[str]:
+    sizes = plan.sizes
+    everything, no_embedding, neither = (number / 1e9 for number in sizes.active)
+    yield f"parameters        {sizes.total:,}"
+    if sizes.with_mtp != sizes.total:
+        yield f"  with MTP        {sizes.with_mtp:,}"
+    if sizes.routed:
+        yield f"  routed experts  {sizes.routed:,}"
+    active = f"{everything:.3f} B; {no_embedding:.3f} B without the embedding, {neither:.3f} B also without the head"
+    yield f"active            {active}"
+
+
+def _layout(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    parts = {
+        "TP": parallel.tensor,
+        "PP": parallel.pipeline,
+        "CP": parallel.context,
+        "EP": parallel.expert,
+        "ETP": parallel.expert_tensor,
+        "DP": parallel.data,
+    }
+    shown = " ".join(f"{name}{size}" for name, size in parts.items())
+    options = (
+        f"{' SP' if parallel.sequence else ''}{', distributed optimizer' if parallel.distributed_optimizer else ''}"
+    )
+    yield f"{parallel.ranks} ranks: {shown}{options}, {config.model.dtype}"
+    yield (
+        f"rows of {config.trainer.token_budget} tokens; memory in GiB of the fullest rank of each stage, without "
+        "recomputation"
+    )
+
+
+def _stages(plan: Plan) -> Iterator[str]:
+    rows = [list(_COLUMNS)]
+    for index, stage in enumerate(plan.stages):
+        for role, memory in stage.roles.items():
+            rows.append([str(index), _layers(stage), role, *_numbers(memory)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    yield from ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    yield ""
+    for index, stage in enumerate(plan.stages):
+        room = plan.available - stage.peak
+        verdict = "fits" if room >= 0 else f"lacks {-room / GIB:.1f} GiB"
+        peak, available = stage.peak / GIB, plan.available / GIB
+        yield f"stage {index}: {peak:.1f} of {available:.1f} GiB at the worst time: {verdict}"
+
+
+def _layers(stage: Stage) -> str:
+    return f"{len(stage.layers)} ({stage.layers.start}-{stage.layers.stop - 1})"
+
+
+def _numbers(memory: RoleMemory) -> list[str]:
+    parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.scratch)
+    return [f"{memory.parameters / 1e9:.3f} B", *(f"{part / GIB:.2f}" for part in parts)]
+
+
+def _transfer(plan: Plan, config: Config) -> Iterator[str]:
+    if plan.transfer is None:
+        yield "weights to the engines: plan.rollout_gpus = 0, so no transfer is planned"
+        return
+    transfer = plan.transfer
+    engines = config.plan.rollout_gpus // config.plan.engine_gpus
+    yield (
+        f"weights to {engines} engines of {config.plan.engine_gpus} GPUs: {transfer.total / 1e9:.1f} GB; "
+        f"{transfer.per_sender / 1e9:.2f} GB on a sender's link, {transfer.per_receiver / 1e9:.2f} GB on a receiver's"
+    )
+    yield f"about {transfer.seconds:.1f} s at an assumed {config.plan.link_gb_per_s:g} GB/s of each link"

@@ -1,0 +1,144 @@
+"""What config.json means, the published numbers of tensors, and small twins; no torch."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasao.config.load import load_config
+from megasao.families import families, family_of
+from megasao.families.facts import indexer_layers, is_moe_layer, rope, stage_problem
+from megasao.families.shrink import shrink
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODELS = sorted(path.stem for path in (CONFIGS / "models").glob("*.json"))
+RUNS = {
+    "glm_5_2_750b": "glm_5_2",
+    "glm_4_7_355b": "glm_4_7",
+    "qwen3_30b_a3b": "qwen3_30b_a3b",
+    "qwen3_4b": "qwen3_4b",
+    "llama_3_2_3b": "llama_3_2_3b",
+}
+
+
+def architecture(name: str, directory: str = "models") -> dict[str, Any]:
+    hf_config: dict[str, Any] = json.loads((CONFIGS / directory / f"{name}.json").read_text())
+    return hf_config
+
+
+def names(hf_config: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Tensors of the model and of multi-token prediction, each as often as a rule has it."""
+    family = family_of(hf_config)
+    own = [name for rule in family.rules(hf_config, "actor") if not rule.copy for name in rule.hf]
+    return own, [name for rule in family.mtp_rules(hf_config) for name in rule.hf]
+
+
+def test_glm_5_2_has_the_published_tensors() -> None:
+    own, carried = names(architecture("glm_5_2"))
+    assert len(own) == len(set(own)) == 58_794
+    assert len(carried) == len(set(carried)) == 791
+    assert not set(own) & set(carried)
+
+
+def test_glm_5_2_selects_where_it_should() -> None:
+    hf_config = architecture("glm_5_2")
+    indexers = indexer_layers(hf_config)
+    assert [layer + 1 for layer in indexers] == [1, 2, 3, *range(7, 76, 4)]
+    assert (len(indexers), 78 - len(indexers)) == (21, 57)
+    assert [layer for layer in range(78) if not is_moe_layer(hf_config, layer)] == [0, 1, 2]
+    for start, good in ((14, True), (22, True), (13, False), (10, True), (39, False)):
+        assert (stage_problem(hf_config, range(start, start + 4)) is None) == good, start
+
+
+@pytest.mark.parametrize(
+    ("spelling", "expected"),
+    [
+        ({"indexer_types": ["full", "shared", "full", "shared"]}, [0, 2]),
+        ({"index_topk_pattern": "FSFS"}, [0, 2]),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, [0, 2]),
+        ({"index_topk_freq": 2}, [0, 1, 3]),
+        ({}, [0, 1, 2, 3]),
+    ],
+)
+def test_spellings_of_the_sharing_pattern(spelling: dict[str, Any], expected: list[int]) -> None:
+    assert indexer_layers({"num_hidden_layers": 4, **spelling}) == expected
+
+
+def test_rotary_settings_are_found_in_every_spelling() -> None:
+    nested = rope({"rope_parameters": {"rope_theta": 5.0, "partial_rotary_factor": 0.5}})
+    flat = rope({"rope_theta": 5.0, "partial_rotary_factor": 0.5})
+    scaled = rope({"rope_theta": 5.0, "rope_scaling": {"type": "llama3", "factor": 8.0}})
+    assert (nested.theta, nested.fraction) == (flat.theta, flat.fraction) == (5.0, 0.5)
+    assert (scaled.kind, scaled.theta, nested.kind) == ("llama3", 5.0, "default")
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        ("glm_4_7", {"model_type": "gpt2"}, "'gpt2' is not supported; expected 'glm4_moe'"),
+        ("glm_4_7", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ("glm_4_7", {"n_shared_experts": None}, "n_shared_experts = None"),
+        ("glm_5_2", {"attention_bias": True}, "attention_bias = True"),
+        ("glm_5_2", {"indexer_types": ["shared"] * 78}, "first layer must have an indexer"),
+        ("glm_5_2", {"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ("llama_3_2_3b", {"mlp_bias": True}, "mlp_bias = True"),
+        ("qwen3_4b", {"rope_scaling": {"rope_type": "llama3"}}, "llama3"),
+    ],
+)
+def test_what_a_family_does_not_support_is_refused(model: str, change: dict[str, Any], message: str) -> None:
+    hf_config = architecture(model)
+    family_of(hf_config).check(hf_config)
+    with pytest.raises(ValueError, match=message):
+        family_of(hf_config | change).check(hf_config | change)
+
+
+def test_every_family_has_a_model_and_every_model_a_twin() -> None:
+    assert {architecture(model)["model_type"] for model in MODELS} == set(families())
+    for model in MODELS:
+        twin = shrink(architecture(model))
+        assert architecture(model, "integration") == twin, (
+            f"make it again: tools/shrink_config.py configs/models/{model}.json"
+        )
+        family_of(twin).check(twin)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_twin_keeps_the_structure(model: str) -> None:
+    large, small = architecture(model), shrink(architecture(model))
+    for key in (
+        "model_type",
+        "tie_word_embeddings",
+        "attention_bias",
+        "use_qk_norm",
+        "first_k_dense_replace",
+        "n_group",
+    ):
+        assert large.get(key) == small.get(key), key
+
+    def steps(hf_config: dict[str, Any]) -> set[Any]:
+        indexers = indexer_layers(hf_config) if "index_topk" in hf_config else []
+        kinds = [(is_moe_layer(hf_config, n), n in indexers) for n in range(hf_config["num_hidden_layers"])]
+        return set(pairwise(kinds))
+
+    def rule_kinds(hf_config: dict[str, Any]) -> set[str]:
+        rules = [*family_of(hf_config).rules(hf_config, "actor"), *family_of(hf_config).mtp_rules(hf_config)]
+        return {".".join(part for part in rule.megatron.split(".") if not part.isdigit()) for rule in rules}
+
+    assert steps(large) == steps(small)
+    assert rule_kinds(large) == rule_kinds(small)
+    ratio = large["num_attention_heads"] / large["num_key_value_heads"]
+    assert small["num_attention_heads"] / small["num_key_value_heads"] == ratio
+    assert small["num_hidden_layers"] <= 8 and small["hidden_size"] <= 64
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_shipped_configs_load(run: str) -> None:
+    for path, directory in (
+        (CONFIGS / f"{run}.yaml", "models"),
+        (CONFIGS / "integration" / f"{run}.yaml", "integration"),
+    ):
+        config = load_config(path)
+        assert config.model.architecture == f"configs/{directory}/{RUNS[run]}.json"
+    assert {path.stem for path in (CONFIGS / "integration").glob("*.yaml")} == RUNS.keys()

@@ -1,0 +1,122 @@
+"""What test worlds run for the model families; as in ``cases.py``, JSON in and JSON out."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, distributed
+
+from megasao.megatron import runtime, sparse_attention
+from megasao.megatron.bridge import export_hf
+from megasao.megatron.bridge.local import local_parameters
+from megasao.megatron.models import MegatronModel, build_model
+from megasao.megatron.rows import Row
+from megasao.megatron.step import forward_backward, forward_only
+from tests.megatron import cases
+from tests.megatron.tiny import make_config
+
+Payload = dict[str, Any]
+
+
+def matrix(payload: Payload) -> Any:
+    """For every job (path, parallel, model): per-token outputs of each row, and what its export gets wrong."""
+    results = []
+    for job in payload["jobs"]:
+        config = make_config(Path(job["path"]), job["parallel"], job.get("model"))
+        runtime.set_layout(config.parallel, seed=1)
+        try:
+            with mistake(job.get("mistake")):
+                model = build_model("actor", Path(job["path"]), config)
+                rows = [Row.from_sequences(row, [1.0] * len(row)) for row in payload["rows"]]
+                outputs = [output.tolist() for output in forward_only(model, rows)]
+            results.append([outputs, export_differences(model, Path(job["path"]))])
+        finally:
+            runtime.clear_layout()
+    return results
+
+
+def export_differences(model: MegatronModel, path: Path) -> list[str]:
+    """Tensors of the checkpoint whose export has another name, dtype or bit; MTP layers are not exported."""
+    exported = export_hf(model)
+    if distributed.get_rank() != 0:
+        return []
+    last = f"model.layers.{model.hf_config['num_hidden_layers']}."
+    original = {name: t for name, t in load_file(path / "model.safetensors").items() if not name.startswith(last)}
+    wrong = exported.keys() ^ original.keys()
+    return sorted(wrong | {name for name, t in original.items() if name not in wrong and not same(exported[name], t)})
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    """The same dtype, shape and bits."""
+    return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(ours, theirs)
+
+
+@contextmanager
+def mistake(name: str | None) -> Iterator[None]:
+    """A deliberate mistake in sparse attention: ``dense`` attends to every key, ``halves`` rotates as Llama does."""
+    replaced: dict[str | None, tuple[Any, str, Any]] = {
+        "dense": (sparse_attention.Indexer, "forward", lambda self, hidden, latent, row: None),
+        "halves": (sparse_attention, "rotate_pairs", rotate_halves),
+    }
+    if name is None:
+        yield
+        return
+    owner, attribute, wrong = replaced[name]
+    right = getattr(owner, attribute)
+    setattr(owner, attribute, wrong)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, right)
+
+
+def rotate_halves(vectors: Tensor, base: float) -> Tensor:
+    """As ``rotate_pairs``, pairing dimension i with i + width / 2."""
+    length, width = vectors.shape[1], vectors.shape[-1]
+    angles = torch.outer(torch.arange(length).float(), base ** -(torch.arange(0, width, 2).float() / width))
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = vectors.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def train_all(payload: Payload) -> Any:
+    """``cases.train`` for each of ``jobs``, one layout after the other."""
+    reports = []
+    for job in payload["jobs"]:
+        Path(job["out"]).mkdir(parents=True, exist_ok=True)
+        reports.append(cases.train(job))
+        runtime.clear_layout()
+    return reports
+
+
+def rank_elements(payload: Payload) -> Any:
+    """[pipeline rank, numbers in this rank's tensors] for each of ``jobs``."""
+    found = []
+    for job in payload["jobs"]:
+        config = make_config(Path(job["path"]), job["parallel"])
+        topology = runtime.set_layout(config.parallel, seed=1)
+        model = build_model(job["role"], Path(job["path"]), config, load=False)
+        found.append([topology.pipeline_rank, sum(local.parameter.numel() for local in local_parameters(model))])
+        runtime.clear_layout()
+    return found
+
+
+def training_peaks(payload: Payload) -> Any:
+    """For each of ``jobs``: bytes that one row's forward and backward pass had at the worst time, by the allocator."""
+    peaks = []
+    for job in payload["jobs"]:
+        config = make_config(Path(job["path"]), {"ranks": 1})
+        runtime.set_layout(config.parallel, seed=1)
+        model = build_model("actor", Path(job["path"]), config, load=False)
+        tokens = torch.randint(model.hf_config["vocab_size"], (job["tokens"],)).tolist()
+        row = Row.from_sequences([tokens], [1.0])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            forward_backward(model, [row], lambda index, values: (values.sum(), {}))
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        held = torch.tensor([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).cumsum(0)
+        peaks.append(int(held.max()))
+        runtime.clear_layout()
+    return peaks
