@@ -78,6 +78,10 @@ class Family:
         else:
             yield TIED_HEAD if hf_config.get("tie_word_embeddings", False) else LM_HEAD
 
+    def hf_names(self, hf_config: HfConfig, role: Literal["actor", "critic"]) -> set[str]:
+        """Every tensor that an export of the model has: those of the checkpoint but the carried ones."""
+        return {name for rule in self.rules(hf_config, role) for name in rule.hf}
+
     def mtp_rules(self, hf_config: HfConfig) -> Iterator[Rule]:
         """Every tensor of the multi-token-prediction layers that config.json announces."""
         for number in range(mtp_layers(hf_config) if self.mtp is not None else 0):

@@ -27,6 +27,8 @@ def preflight(config: Config, document: Document) -> bool:
     model_there = False
     try:
         model_there = check_model(config)
+        if model_there:
+            problems.extend(_served_model(config))
         if model_there and not problems:
             problems.extend(_tokenizer(config))
     except ConfigError as error:
@@ -127,6 +129,16 @@ def _server_args(config: Config) -> list[Problem]:
     if answer["error"] is not None:
         return [Problem(section, f"SGLang does not take this: {answer['error']}")]
     return [Problem(f"{section}.{name}", _unknown_argument(name, answer["known"])) for name in answer["unknown"]]
+
+
+def _served_model(config: Config) -> list[Problem]:
+    """A model that SGLang does not serve as it is."""
+    if config.rollout.engine != "sglang":
+        return []
+    from megasao.rollout.engines.sglang_arguments import model_problem
+
+    reason = model_problem(config.rollout.sglang, read_hf_config(Path(config.model.path)))
+    return [Problem("rollout.engine", reason)] if reason else []
 
 
 def _unknown_argument(name: str, known: list[str]) -> str:

@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -23,17 +24,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.write_model(tmp_path_factory.mktemp("model"))
 
 
+def command(process: psutil.Process) -> list[str]:
+    """Its command line; nothing if it has ended meanwhile."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def processes_of(directory: Path) -> list[psutil.Process]:
     """Processes with the run directory in their command line, and all that they started."""
     found: set[psutil.Process] = set()
-    for process in psutil.process_iter(["cmdline"]):
-        if any(str(directory) in word for word in process.info["cmdline"] or []):
-            found |= {process, *process.children(recursive=True)}
+    for process in psutil.process_iter():
+        if any(str(directory) in word for word in command(process)):
+            found.add(process)
+            with suppress(psutil.NoSuchProcess):
+                found.update(process.children(recursive=True))
     return sorted(found, key=lambda process: process.pid)
 
 
-def gone(processes: list[psutil.Process]) -> bool:
-    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.timeout(900)
@@ -55,7 +69,7 @@ def test_trainer_and_servers_agree_and_a_killed_server_is_replaced(
     metrics = run.metrics / "trainer.jsonl"
     runs.wait_until(lambda: metrics.exists() and len(runs.steps(run)) >= 2, process, config)
     started = processes_of(tmp_path)
-    (server,) = [p for p in started if p.cmdline()[-2:-1] == ["serve"] and "engine-0-0" in p.cmdline()[-1]]
+    (server,) = [p for p in started if command(p)[-2:-1] == ["serve"] and "engine-0-0" in command(p)[-1]]
     server.send_signal(signal.SIGKILL)
     runs.finish(process, config)
 
@@ -70,7 +84,7 @@ def test_trainer_and_servers_agree_and_a_killed_server_is_replaced(
     assert {("greedy", 0), ("sampled", 0)} <= {(e["mode"], e["newest_version"]) for e in found}
     assert all(e["oldest_version"] == e["newest_version"] for e in found)
     assert json.loads((run.path / "summary.json").read_text(encoding="utf-8"))
-    assert gone(started + processes_of(tmp_path)), "servers end with the run"
+    assert not list(filter(alive, started + processes_of(tmp_path))), "servers end with the run"
 
 
 @pytest.mark.timeout(900)
@@ -82,13 +96,13 @@ def test_nothing_is_left_of_a_launcher_that_was_killed(
     process = runs.start(config)
 
     def schedulers() -> list[psutil.Process]:
-        return [p for p in processes_of(tmp_path) if "scheduler" in " ".join(p.cmdline())]
+        return [p for p in processes_of(tmp_path) if "scheduler" in " ".join(command(p))]
 
     runs.wait_until(lambda: len(schedulers()) == 2, process, config)
     everything = processes_of(tmp_path)
     process.send_signal(signal.SIGKILL)
     process.wait(30)
     deadline = time.monotonic() + 60
-    while not gone(everything):
-        assert time.monotonic() < deadline, [p for p in everything if p.is_running()]
+    while left := list(filter(alive, everything)):
+        assert time.monotonic() < deadline, left
         time.sleep(0.1)

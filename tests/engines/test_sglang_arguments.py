@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_checkpoints import dense_config, make_checkpoint
+from engine_checkpoints import dense_config, make_checkpoint, moe_config
 from sglang_server import sglang_config
+from transformers import AutoConfig
 
+from megasao.config.architecture import read_hf_config
 from megasao.config.load import load_with_places
 from megasao.config.sglang import CONTEXT_SLACK
 from megasao.launch.preflight import preflight
@@ -18,10 +20,13 @@ from megasao.rollout.engines.sglang_arguments import (
     CPU_SUPPORT,
     check_server_args,
     make_served_directory,
+    model_problem,
     server_arguments,
     server_environment,
     vocab_size,
 )
+from tests.megatron.tiny import write_tiny_tokenizer
+from tests.megatron.tiny_families import SETTINGS
 
 LAPTOP = Path(__file__).resolve().parents[2] / "configs" / "laptop_sglang.yaml"
 
@@ -59,6 +64,32 @@ def test_an_unknown_argument_is_refused_at_load_with_a_suggestion(tmp_path: Path
     overrides[1] = f"rollout.sglang.python={tmp_path / 'absent'}"
     with pytest.raises(ValueError, match=r"rollout\.sglang\.python: .*make setup-sglang"):
         preflight(*load_with_places(LAPTOP, overrides))
+
+
+def test_a_model_that_sglang_would_serve_otherwise_is_refused(tmp_path: Path) -> None:
+    cpu, gpu = (sglang_config(server_args={"device": device}) for device in ("cpu", "cuda"))
+    problems = {
+        name: (model_problem(cpu, shape), model_problem(gpu, shape)) for name, shape in shapes(tmp_path).items()
+    }
+    assert problems["qwen3_moe"] == problems["glm4_moe"] == problems["llama"] == (None, None)
+    assert all("mlp_only_layers" in str(problem) for problem in problems["mixed"])
+    assert "embedded" in str(problems["glm_moe_dsa"][0]) and problems["glm_moe_dsa"][1] is None
+
+    write_tiny_tokenizer(make_checkpoint(tmp_path / "mixed", moe_config(mlp_only_layers=[0])))
+    overrides = [f"model.path={tmp_path / 'mixed'}", f"rollout.sglang.python={cpu.python}"]
+    with pytest.raises(ValueError, match=r"rollout\.engine: .*mlp_only_layers"):
+        preflight(*load_with_places(LAPTOP, overrides))
+
+
+def shapes(directory: Path) -> dict[str, Any]:
+    """A config.json of each family, and one whose first layer is dense."""
+    changes: dict[str, dict[str, Any]] = {"qwen3_moe": {"mlp_only_layers": []}, "mixed": {"mlp_only_layers": [0]}}
+    found = {}
+    for name in ("llama", "qwen3_moe", "mixed", "glm4_moe", "glm_moe_dsa"):
+        family = "qwen3_moe" if name == "mixed" else name
+        AutoConfig.for_model(family, **{**SETTINGS[family], **changes.get(name, {})}).save_pretrained(directory / name)
+        found[name] = read_hf_config(directory / name)
+    return found
 
 
 def test_the_user_wins_over_defaults_and_we_over_the_user() -> None:

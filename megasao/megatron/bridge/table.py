@@ -22,7 +22,7 @@ def rules(hf_config: dict[str, Any], role: Literal["actor", "critic"]) -> dict[s
 
 def hf_names(hf_config: dict[str, Any], role: Literal["actor", "critic"]) -> set[str]:
     """Every tensor that an export of the model has."""
-    return {name for rule in rules(hf_config, role).values() for name in rule.hf}
+    return family_of(hf_config).hf_names(hf_config, role)
 
 
 def carried_names(hf_config: dict[str, Any]) -> set[str]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megasao.config.sglang import CONTEXT_SLACK, SGLangConfig
+from megasao.families import HfConfig
+from megasao.families.facts import is_moe_layer
 
 SERVE_SCRIPT = Path(__file__).with_name("sglang_serve.py")
 CPU_SUPPORT = Path(__file__).with_name("sglang_cpu")
@@ -84,6 +86,16 @@ def runs_on_cpu(config: SGLangConfig) -> bool:
     """Whether the servers run on the CPU: asked for, or no GPU is there."""
     device = config.server_args.get("device")
     return device == "cpu" or (device is None and not Path("/dev/nvidiactl").exists())
+
+
+def model_problem(config: SGLangConfig, hf_config: HfConfig) -> str | None:
+    """Why SGLang would not serve the model of a config.json, or would serve another one; None if it serves it."""
+    family, kinds = hf_config["model_type"], {is_moe_layer(hf_config, i) for i in range(hf_config["num_hidden_layers"])}
+    if family == "qwen3_moe" and False in kinds:
+        return "SGLang gives experts to every layer of qwen3_moe, and this model has dense ones (mlp_only_layers)"
+    if family == "glm_moe_dsa" and runs_on_cpu(config):
+        return "SGLang has sparse attention (glm_moe_dsa) on GPUs only; use rollout.engine = embedded on a CPU"
+    return None
 
 
 def server_command(config: SGLangConfig, mode: str, arguments: Path) -> list[str]:

@@ -2,8 +2,8 @@
 
 A version is a directory with one safetensors file under Hugging Face names. Invariants, asserted by the tests:
 - a version is complete when its directory has its name: it is written beside it and renamed;
-- names and shapes are exactly those of the checkpoint that is served; a wrong tensor is refused by name, and nothing is
-  written;
+- names and shapes are exactly those of the checkpoint that is served, without its layers of multi-token prediction
+  (they are not trained); a wrong tensor is refused by name, and nothing is written;
 - at most the committed version and one staged version are kept.
 """
 
@@ -19,6 +19,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from megasao.config.architecture import read_hf_config
+from megasao.families import family_of
 from megasao.rollout.engines.checkpoint_names import check_tensors
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -75,19 +77,24 @@ class WeightStaging:
 
 
 def read_layout(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor of a checkpoint. ValueError if it holds none, or one of an unknown dtype."""
+    """Shape and dtype of every tensor that a trainer of the checkpoint publishes: all but those that it only carries.
+
+    ValueError if one of them is not there, or has an unknown dtype.
+    """
+    hf_config = read_hf_config(checkpoint)
+    names = family_of(hf_config).hf_names(hf_config, "actor")
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
+            for name in sorted(names.intersection(tensors.keys())):
                 part = tensors.get_slice(name)
                 if part.get_dtype() not in _DTYPES:
                     raise ValueError(
                         f"{file}: {name} has dtype {part.get_dtype()}; weights are updated in one of {sorted(_DTYPES)}"
                     )
                 layout[name] = (tuple(part.get_shape()), _DTYPES[part.get_dtype()])
-    if not layout:
-        raise ValueError(f"{checkpoint} has no *.safetensors")
+    if missing := sorted(names - layout.keys()):
+        raise ValueError(f"{checkpoint} lacks {len(missing)} tensors of its model in *.safetensors: {missing[:4]}")
     return layout
 
 
