@@ -88,10 +88,10 @@ def test_server_and_trainer_agree_before_and_after_an_update(
     before = compare(played.first, played.before, played.before)
     after = compare(played.second, played.after, played.after)
     with capsys.disabled():
-        print(
-            f"\nserver against trainer: {before.tokens} tokens within {before.off:.1e}, {before.ties} behind a router"
-        )
-        print(f"near-tie; after an update {after.tokens} within {after.off:.1e}, {after.ties} behind a near-tie")
+        for when, found in (("at the start", before), ("after an update", after)):
+            print(
+                f"\nserver against trainer {when}: {found.tokens} tokens within {found.off:.1e}; {found.ties} near-ties"
+            )
     assert min(before.tokens, after.tokens) > 900
     assert max(before.off, after.off) < BOUND
 
