@@ -21,6 +21,7 @@ def preflight(config: Config, document: Document) -> bool:
         *_environment(config),
         *_buffer(config),
         *_packages(config),
+        *_operators(config),
         *_value_model(config),
         *_server_args(config),
     ]
@@ -86,6 +87,19 @@ def _buffer(config: Config) -> list[Problem]:
         Admission.from_config(config)
     except ValueError as error:
         return [Problem("buffer.max_bytes", str(error).removeprefix("buffer.max_bytes = "))]
+    return []
+
+
+def _operators(config: Config) -> list[Problem]:
+    """Compiled operators that are asked for and not there."""
+    if config.ops.backend != "fused":
+        return []
+    from megasao.ops.backend import configure
+
+    try:
+        configure(config.ops)
+    except ValueError as error:
+        return [Problem("ops.backend", str(error).removeprefix("ops.backend: "))]
     return []
 
 
