@@ -99,6 +99,22 @@ class SupervisionConfig(Section):
     stop_timeout_s: float = Field(20.0, gt=0, description="Grace between a stop request and SIGKILL.")
 
 
+class MismatchConfig(Section):
+    """Alarm limits for log-probs of the trainer against those of the engine; null is off.
+
+    ``current_`` is about tokens that the step's own weights sampled, where trainer and engine alone differ.
+    """
+
+    current_abs_mean: float | None = Field(
+        0.1, gt=0, description="Mean |log-prob difference| on current tokens; bfloat16 alone gives up to about 0.02."
+    )
+    current_abs_max: float | None = Field(None, gt=0, description="Largest |log-prob difference| on current tokens.")
+    kl: float | None = Field(None, gt=0, description="k3 estimate of KL(rollout || trainer) on all action tokens.")
+    ess: float | None = Field(
+        None, gt=0, le=1, description="Effective sample size as a share of all action tokens, from below."
+    )
+
+
 class ObservabilityConfig(Section):
     """Where numbers go. JSON lines and TensorBoard are always written."""
 
@@ -112,3 +128,6 @@ class ObservabilityConfig(Section):
     )
     examples_every: int = Field(10, ge=1, description="Steps between saved example trajectories.")
     examples_per_step: int = Field(2, ge=1, description="Example trajectories saved each time.")
+    mismatch: MismatchConfig = Field(
+        default_factory=MismatchConfig, description="Alarms about log-probs of trainer and engine."
+    )
