@@ -151,7 +151,8 @@ def _served_model(config: Config) -> list[Problem]:
         return []
     from megasao.rollout.engines.sglang_arguments import model_problem
 
-    reason = model_problem(config.rollout.sglang, read_hf_config(Path(config.model.path)))
+    longest, hf_config = config.environment.max_tokens, read_hf_config(Path(config.model.path))
+    reason = model_problem(config.rollout.sglang, hf_config, max_tokens=longest)
     return [Problem("rollout.engine", reason)] if reason else []
 
 

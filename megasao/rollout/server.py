@@ -54,8 +54,8 @@ def start(run: RunDirectory, config: Config, name: str, url: str) -> subprocess.
     """Start the server of the run's first policy; the weights of later ones come from its rollout worker."""
     directory, address = run.engine(name), urlsplit(url)
     assert address.hostname is not None and address.port is not None
-    architecture = make_served_directory(run.policy_path(config), directory / "model")
     options = config.rollout.sglang
+    architecture = make_served_directory(options, run.policy_path(config), directory / "model")
     arguments = server_arguments(
         options,
         served=(directory / "model").resolve(),

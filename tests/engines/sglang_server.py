@@ -37,7 +37,7 @@ class RunningServer:
         port = free_ports(1)[0] if port is None else port
         self.port, self.url = port, f"http://127.0.0.1:{port}"
         self.log = directory / "server.log"
-        architecture = make_served_directory(checkpoint, directory / "served")
+        architecture = make_served_directory(config, checkpoint, directory / "served")
         arguments = server_arguments(
             config, served=directory / "served", host="127.0.0.1", port=port, max_tokens=max_tokens
         )

@@ -21,6 +21,7 @@ from megasao.rollout.engines.sglang_arguments import (
     check_server_args,
     make_served_directory,
     model_problem,
+    served_config,
     server_arguments,
     server_environment,
     vocab_size,
@@ -68,12 +69,15 @@ def test_an_unknown_argument_is_refused_at_load_with_a_suggestion(tmp_path: Path
 
 def test_a_model_that_sglang_would_serve_otherwise_is_refused(tmp_path: Path) -> None:
     cpu, gpu = (sglang_config(server_args={"device": device}) for device in ("cpu", "cuda"))
-    problems = {
-        name: (model_problem(cpu, shape), model_problem(gpu, shape)) for name, shape in shapes(tmp_path).items()
-    }
-    assert problems["qwen3_moe"] == problems["glm4_moe"] == problems["llama"] == (None, None)
-    assert all("mlp_only_layers" in str(problem) for problem in problems["mixed"])
-    assert "embedded" in str(problems["glm_moe_dsa"][0]) and problems["glm_moe_dsa"][1] is None
+    models = shapes(tmp_path)
+    for config in (cpu, gpu):
+        assert {model_problem(config, models[name], max_tokens=100) for name in ("qwen3_moe", "glm4_moe")} == {None}
+        assert "mlp_only_layers" in str(model_problem(config, models["mixed"], max_tokens=100))
+    sparse, keys = models["glm_moe_dsa"], models["glm_moe_dsa"]["index_topk"]
+    assert f"index_topk = {keys} tokens" in str(model_problem(cpu, sparse, max_tokens=keys + 1))
+    assert model_problem(cpu, sparse, max_tokens=keys) is model_problem(gpu, sparse, max_tokens=keys + 1) is None
+    assert served_config(gpu, sparse)["architectures"] == sparse["architectures"] == ["GlmMoeDsaForCausalLM"]
+    assert served_config(cpu, sparse)["architectures"] == ["Glm4MoeLiteForCausalLM"]
 
     write_tiny_tokenizer(make_checkpoint(tmp_path / "mixed", moe_config(mlp_only_layers=[0])))
     overrides = [f"model.path={tmp_path / 'mixed'}", f"rollout.sglang.python={cpu.python}"]
@@ -85,9 +89,11 @@ def shapes(directory: Path) -> dict[str, Any]:
     """A config.json of each family, and one whose first layer is dense."""
     changes: dict[str, dict[str, Any]] = {"qwen3_moe": {"mlp_only_layers": []}, "mixed": {"mlp_only_layers": [0]}}
     found = {}
-    for name in ("llama", "qwen3_moe", "mixed", "glm4_moe", "glm_moe_dsa"):
+    for name in ("qwen3_moe", "mixed", "glm4_moe", "glm_moe_dsa"):
         family = "qwen3_moe" if name == "mixed" else name
-        AutoConfig.for_model(family, **{**SETTINGS[family], **changes.get(name, {})}).save_pretrained(directory / name)
+        config = AutoConfig.for_model(family, **{**SETTINGS[family], **changes.get(name, {})})
+        config.architectures = ["GlmMoeDsaForCausalLM"] if family == "glm_moe_dsa" else None
+        config.save_pretrained(directory / name)
         found[name] = read_hf_config(directory / name)
     return found
 
@@ -113,7 +119,7 @@ def test_the_served_model_has_no_end_token(tmp_path: Path) -> None:
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": 5}')
     assert json.loads((checkpoint / "config.json").read_text())["eos_token_id"] == [3, 4]
     for _ in range(2):  # a restarted server makes it anew
-        assert make_served_directory(checkpoint, tmp_path / "served") == "Qwen3ForCausalLM"
+        assert make_served_directory(sglang_config(), checkpoint, tmp_path / "served") == "Qwen3ForCausalLM"
     config = json.loads((tmp_path / "served" / "config.json").read_text())
     assert config["eos_token_id"] is None
     assert not (tmp_path / "served" / "generation_config.json").exists()

@@ -53,7 +53,9 @@ async def play(engine: Engine, count: int) -> list[Episode]:
     return await asyncio.gather(*map(episode, range(count)))
 
 
-def compare(episodes: Sequence[Episode], engine_path: Path, trainer_path: Path) -> Differences:
+def compare(
+    episodes: Sequence[Episode], engine_path: Path, trainer_path: Path, *, near_tie: float = NEAR_TIE
+) -> Differences:
     """Episodes of the weights at ``engine_path`` against a trainer with those at ``trainer_path``."""
     payload = {
         "path": str(trainer_path),
@@ -65,7 +67,7 @@ def compare(episodes: Sequence[Episode], engine_path: Path, trainer_path: Path) 
     for episode in episodes:
         margins = router_margins(engine_path, episode.tokens)
         for position, logprob in episode.logprobs.items():
-            tie = bool(margins[position] < NEAR_TIE)
+            tie = bool(margins[position] < near_tie)
             worst[tie] = max(worst[tie], abs(trainer[start + position] - logprob))
             counts[tie] += 1
         start += len(episode.tokens)

@@ -2,7 +2,8 @@
 
 Invariants, asserted by the tests:
 - a user's argument wins over our defaults; what follows from the config (``SET_BY_US``) is not the user's;
-- the served model has no end-of-sequence token: only a request's own stop tokens end it, as in every other engine.
+- the served model has no end-of-sequence token: only a request's own stop tokens end it, as in every other engine;
+- a model that SGLang would serve otherwise than it was trained is refused.
 """
 
 import json
@@ -34,6 +35,9 @@ _ON_CPU = {
     "enable_deterministic_inference": True,
 }
 """Defaults on a machine without a GPU: fp32 as the trainer there, and an idle server that leaves the cores alone."""
+
+_DENSE_TWIN = "Glm4MoeLiteForCausalLM"
+"""SGLang's model with GLM-5.2's latent attention and experts, and without its selection of keys."""
 
 _NOT_SERVED = ("config.json", "generation_config.json")
 
@@ -88,13 +92,19 @@ def runs_on_cpu(config: SGLangConfig) -> bool:
     return device == "cpu" or (device is None and not Path("/dev/nvidiactl").exists())
 
 
-def model_problem(config: SGLangConfig, hf_config: HfConfig) -> str | None:
-    """Why SGLang would not serve the model of a config.json, or would serve another one; None if it serves it."""
-    family, kinds = hf_config["model_type"], {is_moe_layer(hf_config, i) for i in range(hf_config["num_hidden_layers"])}
-    if family == "qwen3_moe" and False in kinds:
+def model_problem(config: SGLangConfig, hf_config: HfConfig, *, max_tokens: int) -> str | None:
+    """Why SGLang would not serve the model of a config.json, or would serve another one; None if it serves it.
+
+    ``max_tokens`` is the longest episode: up to ``index_topk`` tokens sparse attention selects every key.
+    """
+    family, layers = hf_config["model_type"], range(hf_config["num_hidden_layers"])
+    if family == "qwen3_moe" and not all(is_moe_layer(hf_config, layer) for layer in layers):
         return "SGLang gives experts to every layer of qwen3_moe, and this model has dense ones (mlp_only_layers)"
-    if family == "glm_moe_dsa" and runs_on_cpu(config):
-        return "SGLang has sparse attention (glm_moe_dsa) on GPUs only; use rollout.engine = embedded on a CPU"
+    if family == "glm_moe_dsa" and runs_on_cpu(config) and max_tokens > hf_config["index_topk"]:
+        return (
+            f"SGLang has sparse attention on GPUs only, and dense attention is the same up to index_topk = "
+            f"{hf_config['index_topk']} tokens; environment.max_tokens = {max_tokens}"
+        )
     return None
 
 
@@ -130,20 +140,27 @@ def check_server_args(config: SGLangConfig) -> dict[str, Any]:
     return answer
 
 
-def make_served_directory(checkpoint: Path, target: Path) -> str:
-    """Links to ``checkpoint`` in a new directory ``target``, without end-of-sequence tokens; the model's class name."""
+def make_served_directory(config: SGLangConfig, checkpoint: Path, target: Path) -> str:
+    """Links to ``checkpoint`` in a new directory ``target``, with a config.json of its own; the model's class name."""
     if target.exists():
         shutil.rmtree(target)
     target.mkdir(parents=True)
     for file in checkpoint.iterdir():
         if file.is_file() and file.name not in _NOT_SERVED:
             (target / file.name).symlink_to(file.resolve())
-    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    for part in (config, config.get("text_config", {})):
-        if "eos_token_id" in part or part is config:
-            part["eos_token_id"] = None
-    (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return str((config.get("architectures") or [""])[0])
+    served = served_config(config, json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
+    (target / "config.json").write_text(json.dumps(served), encoding="utf-8")
+    return str((served.get("architectures") or [""])[0])
+
+
+def served_config(config: SGLangConfig, hf_config: HfConfig) -> HfConfig:
+    """config.json without end-of-sequence tokens; on a CPU, sparse attention as the dense one (``model_problem``)."""
+    served = {**hf_config, "eos_token_id": None}
+    if "eos_token_id" in served.get("text_config", {}):
+        served["text_config"] = {**served["text_config"], "eos_token_id": None}
+    if hf_config.get("model_type") == "glm_moe_dsa" and runs_on_cpu(config):
+        served["architectures"] = [_DENSE_TWIN]
+    return served
 
 
 def vocab_size(checkpoint: Path) -> int:
