@@ -2,6 +2,8 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
 VENV := .venv
+# SGLang pins other versions of what we use, so it has an environment of its own, as on a cluster.
+SGLANG_VENV := .venv-sglang
 BIN := $(VENV)/bin
 # Where CUDA is absent a CPU build of torch is enough; pass e.g. TORCH="torch==2.13.0 --index-url ..." to choose one.
 TORCH ?= torch==2.13.0
@@ -10,7 +12,7 @@ SEED ?= 0
 RUN ?= laptop-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 DEMO_MODEL := build/laptop_model-$(SEED)
 
-.PHONY: setup sandbox slurm demo test test-full lint clean
+.PHONY: setup setup-sglang sandbox slurm demo test test-full lint clean
 
 setup: $(VENV)/.ready
 
@@ -20,6 +22,17 @@ $(VENV)/.ready: pyproject.toml setup.py $(wildcard csrc/*.* csrc/*/*)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet 'setuptools>=77' $(TORCH)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[test]'
+	touch $@
+
+setup-sglang: $(SGLANG_VENV)/.ready
+
+# sglang and xgrammar without their dependencies: those are CUDA packages, and the pinned ones below run on a CPU.
+$(SGLANG_VENV)/.ready: tools/sglang-cpu.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(SGLANG_VENV)/bin/python -m pip install --quiet $(TORCH) numpy
+	$(SGLANG_VENV)/bin/python -m pip install --quiet -r tools/sglang-cpu.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7
 	touch $@
 
 $(DEMO_MODEL)/config.json: | setup
@@ -45,12 +58,12 @@ sandbox:
 	@command -v bwrap >/dev/null || (test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
 		&& apt-get install -y -qq bubblewrap >/dev/null) || echo "note: bubblewrap is missing and was not installed"
 
-test: lint sandbox
+test: lint sandbox setup-sglang
 	$(BIN)/python -m pytest
 
 # With the tests marked `full`: every layout, and others that take long.
-test-full: lint sandbox
+test-full: lint sandbox setup-sglang
 	$(BIN)/python -m pytest -m ""
 
 clean:
-	rm -rf $(VENV) build runs
+	rm -rf $(VENV) $(SGLANG_VENV) build runs

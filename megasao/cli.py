@@ -237,6 +237,22 @@ def rollout(
 
 
 @app.command()
+def engine(
+    run: RunPath, index: Annotated[int, typer.Option(min=0, help="Which of the run's SGLang servers.")] = 0
+) -> None:
+    """Role: one SGLang server (started by the launcher)."""
+    directory, config = _begin_role(run)
+    from megasao.config.rundir import all_engine_names
+
+    names = all_engine_names(config)
+    if index >= len(names):
+        raise UserError(f"--index {index}: the run has {len(names)} SGLang servers, counted from 0")
+    from megasao.rollout.server import run as run_server
+
+    run_server(directory, config, names[index])
+
+
+@app.command()
 def trainer(
     run: RunPath, stage: Annotated[Stage, typer.Option(help="Fine-tuning, value pretraining or RL.")] = Stage.rl
 ) -> None:

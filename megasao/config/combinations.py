@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megasao.config import megatron
 from megasao.config.errors import Problem
+from megasao.config.sglang import CONTEXT_SLACK, SET_BY_US
 from megasao.config.training import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -197,6 +198,9 @@ def router_replay(config: "Config") -> Iterator[Problem]:
     """Every pass of a layer sees the row whose experts are replayed, and Megatron's router asks for them."""
     if not config.actor.router_replay:
         return
+    if config.rollout.engine != "embedded":
+        reason = f"rollout.engine = {config.rollout.engine} does not say which experts it chose; use embedded"
+        yield Problem("actor.router_replay", reason)
     options = config.megatron.model
     modules = options.get("recompute_modules")
     if config.trainer.recompute == "selective" and isinstance(modules, list) and {"moe", "mlp"} & set(modules):
@@ -219,6 +223,9 @@ def slurm_nodes(config: "Config") -> Iterator[Problem]:
     options = config.slurm
     if options is None:
         return
+    if config.rollout.engine == "sglang":
+        reason = "a Slurm job does not start SGLang servers yet; use the embedded engine, or take the section slurm out"
+        yield Problem("rollout.engine", reason)
     gpus, ranks, workers = options.gpus_per_node, config.parallel.ranks, config.rollout.workers
     on_node = options.ranks_on_a_node()
     if ranks > on_node and ranks % on_node:
@@ -244,6 +251,26 @@ def slurm_nodes(config: "Config") -> Iterator[Problem]:
         yield Problem("slurm.rollout_nodes", f"{reason}; the plan would be of another fleet, make them equal")
 
 
+def sglang(config: "Config") -> Iterator[Problem]:
+    """Server arguments leave to us what is ours, and episodes fit the server."""
+    options, longest = config.rollout.sglang, config.environment.max_tokens
+    for name in SET_BY_US:
+        if name in options.server_args:
+            yield Problem(
+                f"rollout.sglang.server_args.{name}", "is set by megasao from the rest of the config; leave it"
+            )
+    context = options.server_args.get("context_length")
+    if isinstance(context, int) and context < longest + CONTEXT_SLACK:
+        reason = f"{context} positions are too few for environment.max_tokens = {longest}"
+        yield Problem("rollout.sglang.server_args.context_length", f"{reason}; use at least {longest + CONTEXT_SLACK}")
+    if options.server_args and config.rollout.engine != "sglang":
+        reason = f"has no reader while rollout.engine = {config.rollout.engine}; set rollout.engine to sglang"
+        yield Problem("rollout.sglang.server_args", reason)
+    last = config.rollout.workers * (options.servers + 1)
+    if options.first_port is not None and options.first_port + last > 65536:
+        yield Problem("rollout.sglang.first_port", f"{last} servers from port {options.first_port} on go beyond 65535")
+
+
 RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     batch,
     estimator,
@@ -258,6 +285,7 @@ RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     router_replay,
     megatron_options,
     slurm_nodes,
+    sglang,
 )
 
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from megasao.config.base import Section
+from megasao.config.sglang import SGLangConfig
 
 
 class EnvironmentConfig(Section):
@@ -35,10 +36,13 @@ class RolloutConfig(Section):
 
     workers: int = Field(1, ge=1, description="Rollout processes.")
     concurrency: int = Field(64, ge=1, description="Episodes in flight per worker.")
-    engine: Literal["embedded"] = Field("embedded", description="Rollout engine.")
+    engine: Literal["embedded", "sglang"] = Field(
+        "embedded", description="Rollout engine: a transformers model inside the worker, or SGLang servers."
+    )
     embedded: EmbeddedEngineConfig = Field(
         default_factory=EmbeddedEngineConfig, description="Options of the embedded engine."
     )
+    sglang: SGLangConfig = Field(default_factory=SGLangConfig, description="Options of SGLang servers.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; log-probs are those of the sampled law.")
     logprobs: Literal["auto", "always", "never"] = Field(
         "auto", description="Record the sampled tokens' log-probs: auto is where algorithm.objective needs them."
@@ -95,6 +99,22 @@ class SupervisionConfig(Section):
     stop_timeout_s: float = Field(20.0, gt=0, description="Grace between a stop request and SIGKILL.")
 
 
+class MismatchConfig(Section):
+    """Alarm limits for log-probs of the trainer against those of the engine; null is off.
+
+    ``current_`` is about tokens that the step's own weights sampled, where trainer and engine alone differ.
+    """
+
+    current_abs_mean: float | None = Field(
+        0.1, gt=0, description="Mean |log-prob difference| on current tokens; bfloat16 alone gives up to about 0.02."
+    )
+    current_abs_max: float | None = Field(None, gt=0, description="Largest |log-prob difference| on current tokens.")
+    kl: float | None = Field(None, gt=0, description="k3 estimate of KL(rollout || trainer) on all action tokens.")
+    ess: float | None = Field(
+        None, gt=0, le=1, description="Effective sample size as a share of all action tokens, from below."
+    )
+
+
 class ObservabilityConfig(Section):
     """Where numbers go. JSON lines and TensorBoard are always written."""
 
@@ -108,3 +128,6 @@ class ObservabilityConfig(Section):
     )
     examples_every: int = Field(10, ge=1, description="Steps between saved example trajectories.")
     examples_per_step: int = Field(2, ge=1, description="Example trajectories saved each time.")
+    mismatch: MismatchConfig = Field(
+        default_factory=MismatchConfig, description="Alarms about log-probs of trainer and engine."
+    )

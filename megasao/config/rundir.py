@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megasao.config.root import Config
@@ -18,6 +18,22 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def engine_names(config: Config, worker: int) -> tuple[list[str], str]:
+    """Roles of the SGLang servers of a rollout worker: those for training, and the one for evaluation."""
+    return [f"engine-{worker}-{index}" for index in range(config.rollout.sglang.servers)], f"engine-{worker}-evaluation"
+
+
+def all_engine_names(config: Config) -> list[str]:
+    """Every SGLang server of the run, none with another engine."""
+    if config.rollout.engine != "sglang":
+        return []
+    names = []
+    for worker in range(config.rollout.workers):
+        training, evaluation = engine_names(config, worker)
+        names += [*training, evaluation]
+    return names
+
+
 @dataclass(frozen=True)
 class Endpoints:
     """Addresses of a run, fixed before its first process starts so that any of them may restart."""
@@ -26,6 +42,8 @@ class Endpoints:
     weights: str
     torch_host: str
     torch_port: int
+    engines: dict[str, str] = field(default_factory=dict)
+    """Base address of each SGLang server by its role's name."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +95,14 @@ class RunDirectory:
     def heartbeat(self, role: str) -> Path:
         """What the process of ``role`` (``trainer-0``, ``rollout-1``, ``controller``) touches while it works."""
         return self.path / "heartbeats" / role
+
+    def engine(self, name: str) -> Path:
+        """What belongs to the SGLang server ``name``: its arguments, and the model that it serves."""
+        return self.path / "engines" / name
+
+    def staging(self, name: str) -> Path:
+        """Weights for the SGLang servers of ``name``, written by their rollout worker."""
+        return self.path / "weights" / name
 
     @property
     def keys(self) -> Path:

@@ -6,7 +6,7 @@ Invariants:
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -95,6 +95,13 @@ def suggest(root: type[BaseModel], path: KeyPath, data: Any = None) -> list[str]
         elsewhere = [other for other in paths if other != path and one_slip_apart(plain, str(other[-1]))]
     elsewhere.sort(key=lambda other: (-_shared(other, path), len(other)))
     return [dotted(other) for other in elsewhere[:MOST_SHOWN]]
+
+
+def nearest(key: str, names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that the unknown ``key`` was most likely meant to be, best first; may be empty."""
+    plain = key.strip().lower().lstrip("-").replace("-", "_")
+    close = [name for name in names if plain == name or one_slip_apart(plain, name)]
+    return (close or difflib.get_close_matches(plain, names, n=MOST_SHOWN))[:MOST_SHOWN]
 
 
 def _shared(left: KeyPath, right: KeyPath) -> int:

@@ -6,11 +6,18 @@ from pathlib import Path
 from typing import Literal
 
 from megasao.config import Config
-from megasao.config.rundir import RunDirectory
+from megasao.config.rundir import RunDirectory, all_engine_names
 from megasao.launch.ports import free_ports
 from megasao.launch.prepare import prepared_run
 from megasao.launch.process import Guardian, Role
-from megasao.launch.roles import RoleCommand, controller_role, megasao_command, rollout_role, trainer_roles
+from megasao.launch.roles import (
+    RoleCommand,
+    controller_role,
+    engine_role,
+    megasao_command,
+    rollout_role,
+    trainer_roles,
+)
 from megasao.launch.supervisor import Limits, Outcome, StopSignals, Supervisor, Unit
 
 PANEL_INTERVAL_S = 0.5
@@ -89,6 +96,7 @@ class LocalRun:
     def train(self) -> Outcome:
         """The whole asynchronous loop."""
         services = [self.controller(), *(self.rollout(index) for index in range(self.config.rollout.workers))]
+        services += [self.engine(index) for index in range(len(all_engine_names(self.config)))]
         return self._supervise(self.world("trainer"), services)
 
     def controller(self) -> Unit:
@@ -98,6 +106,11 @@ class LocalRun:
     def rollout(self, index: int) -> Unit:
         """Rollout worker ``index``."""
         return Unit(f"rollout-{index}", lambda: [rollout_role(self.run, self.config, self._command, index)])
+
+    def engine(self, index: int) -> Unit:
+        """Server ``index`` of all workers' fleets."""
+        name = all_engine_names(self.config)[index]
+        return Unit(name, lambda: [engine_role(self.run, self.config, self._command, index)], ends_by_itself=False)
 
     def world(self, stage: str) -> Unit:
         """Every rank of a stage: ``trainer``, ``sft`` or ``value``."""

@@ -9,6 +9,7 @@ from megasao.config.architecture import read_hf_config
 from megasao.config.document import Document, KeyPath
 from megasao.config.errors import ConfigError, Problem
 from megasao.config.model_check import check_model
+from megasao.config.suggest import nearest
 
 _SAMPLE_PROMPTS = 32
 """Enough for every character that prompts are made of to appear."""
@@ -16,10 +17,19 @@ _SAMPLE_PROMPTS = 32
 
 def preflight(config: Config, document: Document) -> bool:
     """Check everything at once; ConfigError with places from ``document``. False if the model is not there yet."""
-    problems = [*_environment(config), *_buffer(config), *_packages(config), *_operators(config), *_value_model(config)]
+    problems = [
+        *_environment(config),
+        *_buffer(config),
+        *_packages(config),
+        *_operators(config),
+        *_value_model(config),
+        *_server_args(config),
+    ]
     model_there = False
     try:
         model_there = check_model(config)
+        if model_there:
+            problems.extend(_served_model(config))
         if model_there and not problems:
             problems.extend(_tokenizer(config))
     except ConfigError as error:
@@ -116,6 +126,39 @@ def _no_value_model(directory: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{directory} is no value model that pretrain-value wrote (no manifest.json that can be read: {error})"
     return None if role == "critic" else f"{directory} is a checkpoint of the {role}, not of a value model"
+
+
+def _server_args(config: Config) -> list[Problem]:
+    """No SGLang, or arguments that the installed one does not take."""
+    if config.rollout.engine != "sglang":
+        return []
+    from megasao.rollout.engines.sglang_arguments import check_server_args
+
+    options, section = config.rollout.sglang, "rollout.sglang.server_args"
+    try:
+        answer = check_server_args(options)
+    except ValueError as error:
+        return [Problem("rollout.sglang.python", str(error))]
+    if answer["error"] is not None:
+        return [Problem(section, f"SGLang does not take this: {answer['error']}")]
+    return [Problem(f"{section}.{name}", _unknown_argument(name, answer["known"])) for name in answer["unknown"]]
+
+
+def _served_model(config: Config) -> list[Problem]:
+    """A model that SGLang does not serve as it is."""
+    if config.rollout.engine != "sglang":
+        return []
+    from megasao.rollout.engines.sglang_arguments import model_problem
+
+    longest, hf_config = config.environment.max_tokens, read_hf_config(Path(config.model.path))
+    reason = model_problem(config.rollout.sglang, hf_config, max_tokens=longest)
+    return [Problem("rollout.engine", reason)] if reason else []
+
+
+def _unknown_argument(name: str, known: list[str]) -> str:
+    names = nearest(name, known)
+    hint = f"did you mean {' or '.join(names)}?" if names else "see `python -m sglang.launch_server --help`"
+    return f"the installed SGLang has no such server argument; {hint}"
 
 
 def _packages(config: Config) -> list[Problem]:

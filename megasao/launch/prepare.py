@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from megasao.config import Config
 from megasao.config.errors import UserError
 from megasao.config.load import dump_config, load_config
-from megasao.config.rundir import Endpoints, RunDirectory, write_atomically
+from megasao.config.rundir import Endpoints, RunDirectory, all_engine_names, write_atomically
 from megasao.launch.ports import free_ports
 from megasao.transport.keys import make_run_keys
 
@@ -57,12 +57,16 @@ def prepared_run(
 def new_endpoints(config: Config) -> Endpoints:
     """Addresses on ports that are free now."""
     host = "127.0.0.1" if config.transport.host == "localhost" else config.transport.host
-    controller, weights, torch_port = free_ports(3, host)
+    names, first = all_engine_names(config), config.rollout.sglang.first_port
+    controller, weights, torch_port, *ports = free_ports(3 + (len(names) if first is None else 0), host)
+    if first is not None:
+        ports = list(range(first, first + len(names)))
     return Endpoints(
         controller=f"tcp://{host}:{controller}",
         weights=f"tcp://{host}:{weights}",
         torch_host="127.0.0.1",
         torch_port=torch_port,
+        engines={name: f"http://127.0.0.1:{port}" for name, port in zip(names, ports, strict=False)},
     )
 
 

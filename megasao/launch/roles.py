@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megasao.config import Config
-from megasao.config.rundir import RunDirectory
+from megasao.config.rundir import RunDirectory, all_engine_names
 from megasao.launch.process import Role
 
 EVERYWHERE = {
@@ -19,7 +19,7 @@ EVERYWHERE = {
 """Variables of every role."""
 
 RoleCommand = Callable[[str, int], list[str]]
-"""(role, index) -> command; the roles are ``controller``, ``rollout``, ``trainer``, ``sft`` and ``value``."""
+"""(role, index) -> command; roles: ``controller``, ``rollout``, ``engine``, ``trainer``, ``sft`` and ``value``."""
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -34,6 +34,8 @@ def megasao_command(run: RunDirectory, python: str = sys.executable) -> RoleComm
         where = ["--run", str(run.path)]
         if role == "rollout":
             return [*base, "rollout", *where, "--index", str(index)]
+        if role == "engine":
+            return [*base, "engine", *where, "--index", str(index)]
         if role in ("trainer", "sft", "value"):
             return [*base, "trainer", *where, "--stage", "rl" if role == "trainer" else role]
         return [*base, role, *where]
@@ -56,6 +58,12 @@ def rollout_role(run: RunDirectory, config: Config, command: RoleCommand, index:
     name = f"rollout-{index}"
     environment = child_environment(threads=config.rollout.embedded.threads)
     return make_role(run, name, command("rollout", index), environment)
+
+
+def engine_role(run: RunDirectory, config: Config, command: RoleCommand, index: int) -> Role:
+    """SGLang server ``index`` of the run."""
+    name = all_engine_names(config)[index]
+    return make_role(run, name, command("engine", index), child_environment(threads=1))
 
 
 def trainer_roles(

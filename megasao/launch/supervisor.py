@@ -42,6 +42,8 @@ class Unit:
     make_roles: Callable[[], list[Role]]
     max_restarts: int | None = None
     """None: as ``Limits`` says."""
+    ends_by_itself: bool = True
+    """Whether its processes are told by others that the run is over; if not, they are ended when those are gone."""
     processes: list[RoleProcess] = field(default_factory=list)
     restarts: int = 0
     restart_at: float | None = None
@@ -219,12 +221,13 @@ class Supervisor:
 
     def _wind_down(self) -> None:
         """The main unit told the services to end; give them time to, then make them."""
-        self._await_exit(self.limits.stop_timeout_s)
-        late = [process.role.name for unit in self.units for process in unit.running]
+        self._await_exit(self.limits.stop_timeout_s, [unit for unit in self.units if unit.ends_by_itself])
+        late = [process.role.name for unit in self.units if unit.ends_by_itself for process in unit.running]
         if late:
             self._report(
                 f"{', '.join(late)} did not end by themselves in {self.limits.stop_timeout_s:g} s; ending them"
             )
+        if any(unit.running for unit in self.units):
             self._terminate(TERMINATE_GRACE_S)
 
     def _stop_services_and_main(self) -> None:
@@ -236,15 +239,15 @@ class Supervisor:
         for unit in self.units:
             for process in unit.processes:
                 process.terminate()
-        self._await_exit(grace_s)
+        self._await_exit(grace_s, self.units)
 
-    def _await_exit(self, seconds: float) -> None:
-        """Wait until no process runs, a signal comes, or time is up."""
+    def _await_exit(self, seconds: float, units: list[Unit]) -> None:
+        """Wait until no process of ``units`` runs, a signal comes, or time is up."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._signals.count:
             for unit in self.units:
                 unit.poll()
-            if not any(unit.running for unit in self.units):
+            if not any(unit.running for unit in units):
                 return
             self._on_tick(self.restarts)
             self._signals.sleep(POLL_S)

@@ -127,6 +127,14 @@ def _staleness(steps: _Steps) -> list[Chart]:
         steps.chart("KL (k3)", "trainer against rollout, per action token", ("k3", "actor/kl_k3"), from_zero=True),
         steps.chart("Largest ratio", "trainer over rollout probability of a token", ("max ratio", "actor/ratio_max")),
         steps.chart("Effective sample size", "share of the action tokens", ("ESS", "actor/ess")),
+        steps.chart(
+            "Engine against trainer",
+            "|log-prob difference| on tokens that the step's own weights sampled",
+            ("mean", "actor/current_log_ratio_abs_mean"),
+            ("max", "actor/current_log_ratio_abs_max"),
+            smooth=False,
+            from_zero=True,
+        ),
     ]
 
 

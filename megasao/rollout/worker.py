@@ -6,14 +6,16 @@ or of the service ends all of them, and the process with an error.
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import zmq.asyncio
 
 from megasao.config import Config
 from megasao.config.lifesign import LifeSign
-from megasao.config.rundir import RunDirectory
+from megasao.config.rundir import RunDirectory, engine_names
 from megasao.environments.encoding import TokenizerCodec
 from megasao.environments.registry import make_environment
+from megasao.rollout.engines.base import Engine
 from megasao.rollout.engines.embedded import EmbeddedEngine
 from megasao.rollout.episode import EpisodeRunner
 from megasao.rollout.link import ControllerLink
@@ -32,9 +34,8 @@ def run(run: RunDirectory, config: Config, index: int) -> None:
 
 async def _run(run: RunDirectory, config: Config, index: int) -> None:
     keys = load_keys(run.keys) if config.transport.curve else None
-    training, evaluation = _engines(run, config, index)
-    await training.start()
-    await evaluation.start()
+    training, evaluation = make_engines(run, config, index)
+    await asyncio.gather(training.start(), evaluation.start())
     try:
         await _serve(run, config, index, training, evaluation, keys)
     finally:
@@ -42,27 +43,49 @@ async def _run(run: RunDirectory, config: Config, index: int) -> None:
         await evaluation.close()
 
 
-def _engines(run: RunDirectory, config: Config, index: int) -> tuple[EmbeddedEngine, EmbeddedEngine]:
+def make_engines(run: RunDirectory, config: Config, index: int) -> tuple[Engine, Engine]:
     """The training and the evaluation engine; each worker samples from a seed of its own."""
-    path = run.policy_path(config)
-    training, evaluation = (
-        EmbeddedEngine(
-            path,
-            config.rollout.embedded,
-            max_total_tokens=config.environment.max_tokens,
-            seed=config.run.seed * 2**20 + 2 * index + role,
+    seeds = [config.run.seed * 2**20 + 2 * index + role for role in (0, 1)]
+    if config.rollout.engine == "sglang":
+        training, evaluation = engine_names(config, index)
+        return (
+            sglang_engine(run, config, training, staging=f"rollout-{index}", seed=seeds[0]),
+            sglang_engine(run, config, [evaluation], staging=evaluation, seed=seeds[1]),
         )
-        for role in (0, 1)
-    )
-    return training, evaluation
+    path, tokens = run.policy_path(config), config.environment.max_tokens
+    one, other = (EmbeddedEngine(path, config.rollout.embedded, max_total_tokens=tokens, seed=seed) for seed in seeds)
+    return one, other
+
+
+def sglang_engine(run: RunDirectory, config: Config, names: Sequence[str], *, staging: str, seed: int) -> Engine:
+    """The SGLang servers ``names`` as one engine; weights go through the run directory."""
+    from megasao.rollout.engines.sglang import SGLangEngine
+    from megasao.rollout.fleet import Fleet
+
+    path, addresses, directory = run.policy_path(config), run.read_endpoints().engines, run.staging(staging).resolve()
+    engines = [
+        SGLangEngine(
+            addresses[name],
+            path,
+            config.rollout.sglang,
+            staging=directory / name,
+            max_total_tokens=config.environment.max_tokens,
+            seed=seed,
+            start_timeout_s=config.supervision.start_timeout_s,
+            update_timeout_s=config.transport.weights_timeout_s,
+        )
+        for name in names
+    ]
+    retries, patience = config.rollout.sglang.retries, config.supervision.start_timeout_s
+    return Fleet(engines, path, staging=directory / "fleet", retries=retries, patience_s=patience)
 
 
 async def _serve(
     run: RunDirectory,
     config: Config,
     index: int,
-    training: EmbeddedEngine,
-    evaluation: EmbeddedEngine,
+    training: Engine,
+    evaluation: Engine,
     keys: CurveKeys | None,
 ) -> None:
     """Connect, wait for the first weights, and serve until the controller says stop."""

@@ -21,6 +21,7 @@ from megasao.megatron.options import passed_on
 from megasao.megatron.runtime import Topology
 from megasao.megatron.step import forward_backward, forward_only
 from megasao.ops.reference import Stats
+from megasao.training import mismatch
 from megasao.training.batch import Batch
 from megasao.training.schedule import learning_rate
 from megasao.training.stats import reduce_stats
@@ -59,7 +60,8 @@ class Actor:
         return forward_only(self.model, [r.row for r in batch.rows])
 
     def update(self, batch: Batch, advantages: Sequence[torch.Tensor], *, actor_step: int) -> dict[str, float | None]:
-        """One optimizer step. ``advantages``: float32 [T] per row. Returns metrics over the whole step."""
+        """One optimizer step. ``advantages``: float32 [T] per row; ``actor_step`` counts the updates before this one,
+        which is the policy's version. Returns metrics over the whole step."""
         objective = make_objective(self.config.algorithm.objective)
         denominator = self._denominator(batch, advantages, objective)
         total_steps = max(1, self.config.loop.steps - self.config.warmup_steps)
@@ -70,6 +72,8 @@ class Actor:
             logprobs, *entropies = outputs if self.config.wants_entropy else [outputs]
             value, stats = objective.loss(self._inputs(batch, advantages, index, logprobs), denominator)
             stats["loss"] = value.detach().double()
+            if self.config.wants_logprobs:
+                stats |= mismatch.row_stats(logprobs, batch.rows[index], version=actor_step)
             if reference is not None:
                 penalty = self._penalty(batch, index, logprobs, reference[index])
                 stats["penalty"] = penalty.detach().double()
@@ -91,6 +95,7 @@ class Actor:
             **objective.summarize(totals),
             **{metric: float(totals[name]) for name, metric in optional.items() if name in totals},
             **self.expert_load.summarize(),
+            **(mismatch.summarize(totals) if self.config.wants_logprobs else {}),
             "loss": float(totals["loss"]),
             "grad_norm": grad_norm,
             "lr": rate,

@@ -5,10 +5,12 @@ Invariants:
 - a step's line is written before its checkpoint: a line may come twice after a crash, and none is missing;
 - a step's batch is fixed by the controller's ledger, so a repeated step after a crash repeats its numbers;
 - version = number of actor updates; the critic's warm-up leaves it at 0;
-- asked to leave, every rank stops before the same step, and the latest checkpoint is of that step.
+- asked to leave, every rank stops before the same step, and the latest checkpoint is of that step;
+- a step whose log-probs differ from the engine's beyond the limits says so in its line and in the log.
 """
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ from megasao.training.critic import Critic
 from megasao.training.estimator import Estimator
 from megasao.training.examples import example_rows
 from megasao.training.metrics import batch_metrics, throughput_metrics
+from megasao.training.mismatch import alarms
 from megasao.training.source import BatchSource, ask
 from megasao.training.step import StepResult, sao_step, timed
 from megasao.transport.client import ControllerClient
@@ -45,6 +48,8 @@ from megasao.transport.messages import (
     StatusRequest,
 )
 from megasao.weights.publisher import WeightPublisher
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -113,7 +118,11 @@ class Trainer:
         self.progress = dataclasses.replace(self.progress, seconds=self.progress.seconds + seconds)
         metrics.update(batch_metrics(manifest, version))
         metrics.update(throughput_metrics(metrics, batch.tokens, seconds))
+        found = alarms(metrics, self.config.observability.mismatch)
+        metrics["alarms"] = float(len(found))
         if self.writer is not None:
+            for alarm in found:
+                logger.warning("step %d: %s", step, alarm)
             self.writer.log(step, {"weight_version": self.progress.version, **metrics, **self.last_checkpoint})
         self.last_checkpoint = {}
         with timed(self.last_checkpoint, "time/checkpoint"):

@@ -191,5 +191,5 @@ def test_info_names_versions_and_what_would_be_used() -> None:
 
 def test_help_lists_every_command() -> None:
     result = megasao("--help")
-    for command in ("check", "train", "sft", "report", "info", "controller", "rollout", "trainer"):
+    for command in ("check", "train", "sft", "report", "info", "controller", "rollout", "engine", "trainer"):
         assert command in result.stdout

@@ -76,12 +76,42 @@ CASES = [
         "without the row",
     ),
     (
+        ["actor.router_replay=true", "rollout.engine=sglang"],
+        ["rollout.engine=sglang"],
+        "actor.router_replay",
+        "does not say which experts",
+    ),
+    (
         ["actor.router_replay=true", "megatron.model.moe_router_fusion=true"],
         ["megatron.model.moe_router_fusion=true"],
         "megatron.model.moe_router_fusion",
         "cannot replay",
     ),
     (["rollout.temperature=0"], ["rollout.temperature=0.1"], "rollout.temperature", "greater than 0"),
+    (
+        ["rollout.sglang.server_args={tp_size: 2}"],
+        ["rollout.sglang.server_args={tp_size: 2}", "rollout.engine=sglang"],
+        "rollout.sglang.server_args",
+        "rollout.engine = embedded",
+    ),
+    (
+        ["rollout.engine=sglang", "rollout.sglang.server_args={port: 1234}"],
+        ["rollout.engine=sglang", "rollout.sglang.first_port=1234"],
+        "rollout.sglang.server_args.port",
+        "set by megasao",
+    ),
+    (
+        ["rollout.engine=sglang", "rollout.sglang.server_args={context_length: 125}"],
+        ["rollout.engine=sglang", "rollout.sglang.server_args={context_length: 126}"],
+        "rollout.sglang.server_args.context_length",
+        "at least 126",
+    ),
+    (
+        ["rollout.sglang.first_port=64999", "rollout.workers=300"],
+        ["rollout.sglang.first_port=64999"],
+        "rollout.sglang.first_port",
+        "beyond 65535",
+    ),
     (
         ["algorithm.advantages.policy_lambda=1.1"],
         ["algorithm.advantages.policy_lambda=1"],

@@ -70,6 +70,15 @@ def test_the_laptop_config_is_sao() -> None:
     assert preset("sao") == load_config(LAPTOP)
 
 
+def test_the_sglang_config_is_the_laptop_run_with_another_engine() -> None:
+    ours, theirs = (load_config(CONFIGS / name).model_dump() for name in ("laptop_sglang.yaml", "laptop.yaml"))
+    assert ours["rollout"]["engine"] == "sglang"
+    ours["run"]["name"] = theirs["run"]["name"]
+    for section in ("rollout", "supervision"):
+        del ours[section], theirs[section]
+    assert ours == theirs
+
+
 def overlay(directory: Path, text: str) -> str:
     path = directory / "over.yaml"
     path.write_text(text, encoding="utf-8")

@@ -233,6 +233,17 @@ def test_services_that_do_not_end_are_ended_in_bounded_time(tmp_path: Path, monk
     assert "polite-0, stubborn-0 did not end by themselves" in stage.reports[0]
 
 
+def test_a_service_that_nobody_tells_is_ended_once_the_others_are_gone(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    server, main = stage.unit("server", FOREVER), stage.unit("main", "pass")
+    server.ends_by_itself = False
+    client = stage.unit("client", "import time; time.sleep(0.5)")
+    assert stage.run(main, client, server) == "finished"
+    assert client.processes[0].code == 0
+    assert server.processes[0].code == -signal.SIGTERM
+    assert stage.reports == [], "that is how it should be, and no news"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals) -> None:
     stage = Stage(tmp_path)

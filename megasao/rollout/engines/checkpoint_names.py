@@ -34,21 +34,7 @@ class CheckpointLayout:
 
     def check(self, tensors: Mapping[str, Any]) -> None:
         """ValueError naming what is missing, extra or misshapen."""
-        missing = sorted(self.shapes.keys() - tensors.keys())
-        extra = sorted(tensors.keys() - self.shapes.keys())
-        if missing or extra:
-            raise ValueError(
-                f"weights do not fit the model: {len(missing)} tensors missing {missing[:4]}, "
-                f"{len(extra)} not in the model {extra[:4]}; send exactly the names of its Hugging Face checkpoint"
-            )
-        for name, expected in self.shapes.items():
-            tensor = tensors[name]
-            if tuple(tensor.shape) != expected:
-                raise ValueError(
-                    f"weights do not fit the model: {name} has shape {tuple(tensor.shape)}, not {expected}"
-                )
-            if not torch.as_tensor(tensor).dtype.is_floating_point:
-                raise ValueError(f"weights do not fit the model: {name} has dtype {tensor.dtype}, not a float one")
+        check_tensors(tensors, self.shapes)
 
     def assemble(self, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Live-shaped copies, in the live dtypes, of a complete set of checkpoint tensors (see ``check``)."""
@@ -60,6 +46,23 @@ class CheckpointLayout:
                 assembled[piece.index].copy_(torch.as_tensor(tensors[piece.name]))
             result[name] = assembled
         return result
+
+
+def check_tensors(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """ValueError naming what of ``shapes`` is missing in ``tensors``, extra, misshapen, or no float."""
+    missing = sorted(shapes.keys() - tensors.keys())
+    extra = sorted(tensors.keys() - shapes.keys())
+    if missing or extra:
+        raise ValueError(
+            f"weights do not fit the model: {len(missing)} tensors missing {missing[:4]}, "
+            f"{len(extra)} not in the model {extra[:4]}; send exactly the names of its Hugging Face checkpoint"
+        )
+    for name, expected in shapes.items():
+        tensor = tensors[name]
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"weights do not fit the model: {name} has shape {tuple(tensor.shape)}, not {expected}")
+        if not torch.as_tensor(tensor).dtype.is_floating_point:
+            raise ValueError(f"weights do not fit the model: {name} has dtype {tensor.dtype}, not a float one")
 
 
 def _live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,0 +1,388 @@
+"""One SGLang server as a rollout engine: token ids in; token ids, log-probs and version spans out, over HTTP.
+
+Every version of the weights has a label of its own at the server, and every answer says which labels its tokens came
+from. Invariants, asserted by the tests beside those of ``base.py``:
+- an answer from weights that were not current while its request ran (those of a server that was restarted, say) is an
+  error and no sample;
+- after an update that failed, whose weights may be mixed, nothing is sampled until one succeeds;
+- a request that is lost with its server keeps the tokens whose version is certain (``RequestLost``);
+- nothing is decoded for a caller that went away.
+"""
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import Coroutine, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Literal
+
+from megasao.config.sglang import SGLangConfig
+from megasao.rollout.engines.base import Engine, EngineError, GenerateRequest, GenerateResult
+from megasao.rollout.engines.running import check_request
+from megasao.rollout.engines.sampler import derive_seed
+from megasao.rollout.engines.sglang_arguments import vocab_size
+from megasao.rollout.engines.sglang_client import Piece, ServerClient, ServerUnreachable
+from megasao.rollout.engines.sglang_weights import StagedWeights, WeightStaging, version_of_label
+
+CALL_TIMEOUT_S = 30.0
+"""Bound of a call that the server answers without computing."""
+
+_ABORT_AGAIN_S = 0.5
+_REASONS: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class RequestLost(ServerUnreachable):
+    """The server, or its weights, went away under a request; ``partial`` holds what is certain, maybe nothing."""
+
+    def __init__(self, reason: str, partial: GenerateResult) -> None:
+        super().__init__(reason)
+        self.partial = partial
+
+
+class SGLangEngine(Engine):
+    """Drives the server at ``url``, which serves the checkpoint at ``path``.
+
+    ``staging`` is a directory of its own for weights, which the server can read. ``max_total_tokens`` bounds input plus
+    new tokens of a request; ``seed`` is used by requests without one.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        path: Path,
+        config: SGLangConfig,
+        *,
+        staging: Path,
+        max_total_tokens: int,
+        seed: int,
+        start_timeout_s: float,
+        update_timeout_s: float,
+    ) -> None:
+        self.url, self._path, self._config, self._staging_path = url, path, config, staging
+        self._max_total, self._seed = max_total_tokens, seed
+        self._start_timeout_s, self._update_timeout_s = start_timeout_s, update_timeout_s
+        self._vocab_size = vocab_size(path)
+        self._client: ServerClient | None = None
+        self._staging: WeightStaging | None = None
+        self._labels: list[str] = []
+        self._current = 0
+        self._version = 0
+        self._running: dict[str, _Running] = {}
+        self._keys: dict[str, str] = {}
+        self._refuses: str | None = "the engine was not started"
+        self._updating = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
+        self._busy_since: float | None = None
+        self._totals = dict.fromkeys(
+            ("generated_tokens", "prefill_tokens", "cached_tokens", "retractions", "busy_seconds"), 0.0
+        )
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        """Wait for the server. ServerUnreachable after ``start_timeout_s``."""
+        if self._client is not None:
+            raise EngineError("the engine was started before; make a new one")
+        self._client = ServerClient(self.url, silence_timeout_s=self._config.silence_timeout_s)
+        await self.reconnect()
+
+    async def reconnect(self) -> None:
+        """Take the server as it is now, with whatever weights it has; it may be another life of it."""
+        client = self._connected()
+        await client.wait_until_ready(self._start_timeout_s)
+        info = await client.call("/model_info", None, CALL_TIMEOUT_S)
+        label = str(info["weight_version"])
+        self._labels, self._current, self._version = [label], 0, version_of_label(label)
+        self._refuses = None
+        self._keys.clear()
+
+    # requests
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        client = self._connected()
+        if self._refuses is not None:
+            raise RequestLost(f"{self.url}: {self._refuses}", _nothing(request))
+        check_request(request, vocab_size=self._vocab_size, max_total_tokens=self._max_total)
+        if request.request_id in self._running:
+            raise ValueError(f"request {request.request_id!r} is already running; request ids must be unique")
+        running = _Running(request, self._labels, self._current)
+        if self._updating.locked():
+            running.hold()
+        self._running[request.request_id] = running
+        self._clock()
+        running.reading = asyncio.ensure_future(self._read(client, running))
+        try:
+            await running.reading
+            return running.result(self.url)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling() or self._refuses is None:
+                raise
+            raise RequestLost(f"{self.url}: {self._refuses}", running.certain()) from None
+        except RequestLost:
+            raise
+        except ServerUnreachable as error:
+            raise RequestLost(str(error), running.certain()) from error
+        finally:
+            del self._running[request.request_id]
+            self._clock()
+            if not running.finished and not client.closed:
+                self._spawn(self._abort_once(running.rid))
+
+    async def _read(self, client: ServerClient, running: "_Running") -> None:
+        async with aclosing(client.stream(self._body(running))) as pieces:
+            async for piece in pieces:
+                self._take(running, piece)
+
+    def _body(self, running: "_Running") -> dict[str, Any]:
+        request, sampling = running.request, running.request.sampling
+        seed = derive_seed(self._seed, request.request_id) if sampling.seed is None else sampling.seed
+        body: dict[str, Any] = {
+            "rid": running.rid,
+            "input_ids": [int(token) for token in request.input_ids],
+            "stream": True,
+            "return_logprob": sampling.return_logprobs,
+            "logprob_start_len": -1,
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "max_new_tokens": sampling.max_new_tokens,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "sampling_seed": seed % 2**63,
+            },
+        }
+        if self._config.pause == "in_place":
+            # Keys and values of older weights live on after an update, and only an episode that began under those
+            # weights may go on from them.
+            body["extra_key"] = self._keys.setdefault(request.session_id, self._labels[self._current])
+        return body
+
+    def _take(self, running: "_Running", piece: Piece) -> None:
+        first = not running.pieces
+        running.take(piece)
+        self._totals["generated_tokens"] += len(piece.output_ids)
+        if piece.meta_info is not None and first:
+            self._totals["prefill_tokens"] += piece.meta_info.prompt_tokens
+            self._totals["cached_tokens"] += piece.meta_info.cached_tokens
+        if piece.meta_info is not None and running.finished:
+            self._totals["retractions"] += piece.meta_info.num_retractions
+
+    async def abort(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is not None and not running.finished:
+            self._spawn(self._abort_until_gone(request_id, running))
+
+    async def _abort_until_gone(self, request_id: str, running: "_Running") -> None:
+        """A request that the server has not registered yet cannot be aborted there: say it again."""
+        while self._running.get(request_id) is running and not running.finished:
+            await self._abort_once(running.rid)
+            await asyncio.sleep(_ABORT_AGAIN_S)
+
+    async def _abort_once(self, rid: str) -> None:
+        if self._client is not None and not self._client.closed:
+            try:
+                await self._client.call("/abort_request", {"rid": rid}, CALL_TIMEOUT_S)
+            except EngineError:
+                return  # a server that is gone decodes nothing
+
+    async def abort_all(self) -> None:
+        """End every running request early."""
+        for request_id in list(self._running):
+            await self.abort(request_id)
+
+    async def end_session(self, session_id: str) -> None:
+        self._keys.pop(session_id, None)
+
+    # weights
+
+    async def prepare_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
+        self._connected()
+        if self._staging is None:
+            self._staging = await asyncio.to_thread(WeightStaging, self._staging_path, self._path)
+        await asyncio.to_thread(self._staging.stage, version, tensors)
+
+    async def commit_weights(self, version: int) -> None:
+        staged = self._staging.staged if self._staging is not None else None
+        if self._staging is None or staged is None or staged.version != version:
+            raise EngineError(f"weights {version} were not prepared (staged: {staged.version if staged else None})")
+        await self.load(staged)
+        self._staging.commit(staged)
+
+    async def discard_weights(self, version: int) -> None:
+        if self._staging is not None:
+            self._staging.discard(version)
+
+    async def load(self, weights: StagedWeights) -> None:
+        """Make ``weights`` current at the server. After an EngineError, or if cancelled, nothing is sampled any more
+        until a later call succeeds."""
+        async with self._updating:
+            self._connected()
+            self._labels.append(weights.label)
+            for running in self._running.values():
+                running.hold()
+            try:
+                await self._update(weights)
+            except BaseException as error:
+                self._refuse(f"the update to weights {weights.version} failed: {error or type(error).__name__}")
+                raise
+            self._version, self._current = weights.version, len(self._labels) - 1
+            self._refuses = None
+
+    async def _update(self, weights: StagedWeights) -> None:
+        client, mode = self._connected(), self._config.pause
+        if mode != "none":
+            await client.call("/pause_generation", {"mode": mode}, CALL_TIMEOUT_S)
+        body = {
+            "model_path": str(weights.path),
+            "load_format": "safetensors",
+            "weight_version": weights.label,
+            "flush_cache": mode != "in_place",
+        }
+        try:
+            await client.call("/update_weights_from_disk", body, self._update_timeout_s)
+        finally:
+            if mode != "none":
+                await asyncio.shield(client.call("/continue_generation", {}, CALL_TIMEOUT_S))
+
+    # the end
+
+    def _refuse(self, reason: str) -> None:
+        """Nothing is sampled from now on; what runs ends with the reason."""
+        self._refuses = reason
+        for running in self._running.values():
+            if running.reading is not None:
+                running.reading.cancel()
+
+    async def close(self) -> None:
+        """Let go of the server, which lives on. Running requests end with EngineError."""
+        if self._client is None or self._client.closed:
+            self._refuses = "the engine was closed"
+            return
+        self._refuse("the engine was closed")
+        await asyncio.sleep(0.01)  # those that wait for the requests tell the server to end them
+        if self._background:
+            await asyncio.wait(self._background, timeout=CALL_TIMEOUT_S)
+        for task in self._background:
+            task.cancel()
+        await self._client.close()
+
+    def _connected(self) -> ServerClient:
+        if self._client is None or self._client.closed:
+            raise EngineError(f"{self.url}: {self._refuses}")
+        return self._client
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _clock(self) -> None:
+        """Count the time in which a request runs."""
+        now = time.monotonic()
+        if self._busy_since is not None:
+            self._totals["busy_seconds"] += now - self._busy_since
+        self._busy_since = now if self._running else None
+
+    def stats(self) -> dict[str, float]:
+        """Totals. ``prefill_tokens`` are all input tokens, ``cached_tokens`` those of them that were not computed."""
+        self._clock()
+        return dict(self._totals)
+
+
+class _Running:
+    """One request: its tokens so far, and the labels that they may come from."""
+
+    def __init__(self, request: GenerateRequest, labels: list[str], first: int) -> None:
+        """Tokens may come from ``labels[first:]``; the list grows with every update."""
+        self.request = request
+        self.rid = uuid.uuid4().hex  # the server aborts by prefix: ids of one length are no prefix of each other
+        self.reading: asyncio.Future[None] | None = None
+        self.pieces = 0
+        self.finished = False
+        self._labels, self._first = labels, first
+        self._ids: list[int] = []
+        self._logprobs: list[float | None] = []
+        self._last: Piece | None = None
+        self._held: int | None = None
+        self._started = time.perf_counter()
+
+    def hold(self) -> None:
+        """New weights come: of the tokens that arrive from here on the version is known at the end only."""
+        if self._held is None:
+            self._held = len(self._ids)
+
+    def take(self, piece: Piece) -> None:
+        """The next message."""
+        self.pieces += 1
+        self._ids += piece.output_ids
+        if piece.meta_info is not None:
+            self._logprobs += [entry[0] for entry in piece.meta_info.output_token_logprobs]
+            self.finished = piece.meta_info.finish_reason is not None
+        self._last = piece
+
+    def certain(self) -> GenerateResult:
+        """What is known for sure of a request that was cut off."""
+        count = len(self._ids) if self._held is None else self._held
+        count = min(count, len(self._logprobs)) if self.request.sampling.return_logprobs else count
+        logprobs = [value for value in self._logprobs[:count] if value is not None and math.isfinite(value)]
+        asked = self.request.sampling.return_logprobs
+        if asked and len(logprobs) < count:
+            count, logprobs = 0, []
+        spans = [(0, version_of_label(self._labels[self._first]))] if count else []
+        return GenerateResult(self._ids[:count], logprobs if asked else None, spans, "abort")
+
+    def result(self, url: str) -> GenerateResult:
+        """The whole answer, checked. EngineError if it is not one."""
+        meta = self._last.meta_info if self._last is not None else None
+        if meta is None or meta.finish_reason is None:
+            raise RequestLost(f"{url}/generate: the stream ended before the request did", self.certain())
+        end, sampling = meta.finish_reason, self.request.sampling
+        reason = _REASONS.get(end.type)
+        if reason is None or isinstance(end.matched, str) or (end.status_code or 0) >= 400:
+            raise EngineError(f"{url}/generate: ended by {end.type}: {end.message or end.matched}")
+        if reason == "stop" and self._ids[-1] not in sampling.stop_token_ids:
+            raise EngineError(
+                f"{url}/generate: token {self._ids[-1]} ended the request, which is none of its stop tokens"
+            )
+        if reason == "length" and len(self._ids) != sampling.max_new_tokens:
+            raise EngineError(
+                f"{url}/generate: {len(self._ids)} tokens, not max_new_tokens = {sampling.max_new_tokens}"
+            )
+        return GenerateResult(
+            output_ids=self._ids,
+            logprobs=self._finite(url) if sampling.return_logprobs else None,
+            weight_versions=self._spans(meta.weight_versions, url),
+            finish_reason=reason,
+            metrics={
+                "cached_tokens": float(meta.cached_tokens),
+                "retractions": float(meta.num_retractions),
+                "seconds": time.perf_counter() - self._started,
+            },
+        )
+
+    def _finite(self, url: str) -> list[float]:
+        logprobs = [value for value in self._logprobs if value is not None and math.isfinite(value)]
+        if len(logprobs) != len(self._ids):
+            raise EngineError(f"{url}/generate: {len(logprobs)} finite log-probs of {len(self._ids)} tokens")
+        return logprobs
+
+    def _spans(self, spans: list[Any], url: str) -> list[tuple[int, int]]:
+        """Labels as versions, checked: they cover every token, and were current while the request ran."""
+        known = self._labels[self._first :]
+        strange = [span.version for span in spans if span.version not in known]
+        if strange:
+            raise RequestLost(
+                f"{url}: tokens of weights {strange[0]!r}, which were not current", _nothing(self.request)
+            )
+        covered = [token for span in spans for token in (span.start, span.end)]
+        expected = [0, *covered[1:-1], len(self._ids)] if covered else []
+        if self._ids and (covered != expected or covered[1:-1:2] != covered[2:-1:2]):
+            raise EngineError(f"{url}: version spans {covered} do not cover {len(self._ids)} tokens")
+        return [(span.start, version_of_label(span.version)) for span in spans if span.end > span.start]
+
+
+def _nothing(request: GenerateRequest) -> GenerateResult:
+    return GenerateResult([], [] if request.sampling.return_logprobs else None, [], "abort")

@@ -1,0 +1,25 @@
+"""SGLang plugin: deterministic sampling on CPU.
+
+``torch_native`` attention computes every request by itself and reads the prefix cache like any other backend, so it may
+be used with seeded sampling and with the radix cache; SGLang only does not list it. The batch-invariant operators are
+written for accelerators: on CPU the operators of torch stay, whose results depend on the batch by fp32 rounding only.
+"""
+
+
+def register() -> None:
+    """Called by SGLang in each of its processes, before it reads its arguments."""
+    from sglang.srt.arg_groups.choices import (
+        add_deterministic_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
+    )
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    add_deterministic_attention_backend_choices(["torch_native"])
+    add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    HookRegistry.register(
+        "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", keep_torch_operators, HookType.REPLACE
+    )
+
+
+def keep_torch_operators(*_: object, **__: object) -> None:
+    """Instead of registering operators for an accelerator that is not there."""

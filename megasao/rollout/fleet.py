@@ -1,0 +1,327 @@
+"""Several SGLang servers as one engine: an episode stays on one server, and outlives it.
+
+Invariants, asserted by the tests:
+- an episode's requests go to one server while that server is usable, so that its prefix cache is used again; episodes
+  of a lost server spread over the others, and those of the others stay where they are;
+- a request that loses its server goes on elsewhere from the tokens it has, with the versions they came from; with a
+  seed the tokens are those that the lost server would have given under the same weights;
+- a server is used only with the committed weights: one that missed an update, or was restarted, gets them first;
+- every wait is bounded: for an answer, for a usable server, for an update.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from megasao.rollout.engines.base import Engine, EngineError, GenerateRequest, GenerateResult
+from megasao.rollout.engines.sglang import RequestLost, SGLangEngine
+from megasao.rollout.engines.sglang_client import ServerUnreachable
+from megasao.rollout.engines.sglang_weights import WeightStaging
+
+logger = logging.getLogger(__name__)
+
+OVERLOAD = 1.25
+"""A new episode goes elsewhere if its server would hold this many times its share of the episodes."""
+
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 10.0
+
+
+@dataclass
+class Replica:
+    """One server. ``usable``: it is up, has the committed weights, and is not being drained."""
+
+    engine: SGLangEngine
+    usable: bool = False
+    draining: bool = False
+    sessions: set[str] = field(default_factory=set)
+    recovery: "asyncio.Task[None] | None" = None
+
+    @property
+    def url(self) -> str:
+        """The server's address, which names the replica."""
+        return self.engine.url
+
+
+class Fleet(Engine):
+    """Routes requests to ``engines``, which serve the checkpoint at ``path``; ``staging`` is a directory for weights.
+
+    ``retries``: how often one request may lose its server. ``patience_s`` bounds the wait for a usable server.
+    """
+
+    def __init__(
+        self, engines: Sequence[SGLangEngine], path: Path, *, staging: Path, retries: int, patience_s: float
+    ) -> None:
+        self._replicas = {engine.url: Replica(engine) for engine in engines}
+        self._staging_path, self._path = staging, path
+        self._staging: WeightStaging | None = None
+        self._retries, self._patience_s = retries, patience_s
+        self._placed: dict[str, Replica] = {}
+        self._aborted: set[str] = set()
+        self._running: set[str] = set()
+        self._changed = asyncio.Condition()
+        self._updating = asyncio.Lock()
+        self._closed = False
+        self._gone: dict[str, float] = {}
+        self._lost = self._continued = 0
+
+    @property
+    def weight_version(self) -> int:
+        if self._staging is not None and self._staging.committed is not None:
+            return self._staging.committed.version
+        return max((replica.engine.weight_version for replica in self._replicas.values()), default=0)
+
+    @property
+    def usable(self) -> list[str]:
+        """Addresses of the servers that requests go to."""
+        return [replica.url for replica in self._replicas.values() if replica.usable and not replica.draining]
+
+    async def start(self) -> None:
+        """Wait for every server. EngineError names one that does not come up in its time."""
+        self._staging = await asyncio.to_thread(WeightStaging, self._staging_path, self._path)
+        await asyncio.gather(*(replica.engine.start() for replica in self._replicas.values()))
+        for replica in self._replicas.values():
+            replica.usable = True
+
+    # requests
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.request_id in self._running:
+            raise ValueError(f"request {request.request_id!r} is already running; request ids must be unique")
+        self._running.add(request.request_id)
+        try:
+            return await self._generate(request)
+        finally:
+            self._running.discard(request.request_id)
+            self._aborted.discard(request.request_id)
+
+    async def _generate(self, request: GenerateRequest) -> GenerateResult:
+        so_far = GenerateResult([], [] if request.sampling.return_logprobs else None, [], "abort")
+        losses: list[str] = []
+        while len(losses) <= self._retries:
+            replica = await self._place(request.session_id)
+            if request.request_id in self._aborted:
+                return so_far
+            try:
+                result = await replica.engine.generate(rest_of(request, so_far))
+            except RequestLost as lost:
+                if self._closed:
+                    raise
+                so_far = joined(so_far, lost.partial)
+                self._lose(replica, str(lost))
+            else:
+                so_far = joined(so_far, result)
+                if result.finish_reason != "abort" or request.request_id in self._aborted or not replica.draining:
+                    return so_far
+            losses.append(replica.url)
+            self._continued += 1
+            if reason := ended(request, so_far):
+                return replace(so_far, finish_reason=reason)
+        raise EngineError(f"request {request.request_id!r} lost its server {len(losses)} times: {', '.join(losses)}")
+
+    async def _place(self, session_id: str) -> Replica:
+        """The episode's server; another one if that is not usable. EngineError if there is none in time."""
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(lambda: self._closed or self.usable), self._patience_s)
+            except TimeoutError:
+                servers = ", ".join(self._replicas) or "an empty fleet"
+                raise EngineError(f"no server of {servers} was usable for {self._patience_s:g} s") from None
+        if self._closed:
+            raise EngineError("the fleet was closed")
+        placed = self._placed.get(session_id)
+        if placed is None or not placed.usable or placed.draining:
+            self._forget(session_id)
+            placed = self._choose(session_id)
+            placed.sessions.add(session_id)
+            self._placed[session_id] = placed
+        return placed
+
+    def _choose(self, session_id: str) -> Replica:
+        """The first usable server in the order of this episode, but one that holds too many."""
+        usable = [replica for replica in self._replicas.values() if replica.usable and not replica.draining]
+        share = (sum(len(replica.sessions) for replica in usable) + 1) / len(usable)
+        order = sorted(usable, key=lambda replica: preference(session_id, replica.url), reverse=True)
+        return next(replica for replica in order if len(replica.sessions) < math.ceil(OVERLOAD * share))
+
+    def _forget(self, session_id: str) -> None:
+        placed = self._placed.pop(session_id, None)
+        if placed is not None:
+            placed.sessions.discard(session_id)
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._running:
+            self._aborted.add(request_id)
+            await asyncio.gather(*(replica.engine.abort(request_id) for replica in self._replicas.values()))
+
+    async def end_session(self, session_id: str) -> None:
+        placed = self._placed.get(session_id)
+        self._forget(session_id)
+        if placed is not None:
+            await placed.engine.end_session(session_id)
+
+    # servers that go and come
+
+    def _lose(self, replica: Replica, reason: str) -> None:
+        """Use the server no more until it is back with the right weights."""
+        replica.usable = False
+        if replica.recovery is None or replica.recovery.done():
+            logger.warning("%s is not used until it is back: %s", replica.url, reason)
+            self._lost += 1
+            replica.recovery = asyncio.create_task(self._recover(replica), name=f"recover {replica.url}")
+
+    async def _recover(self, replica: Replica) -> None:
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                await self._join(replica)
+                return
+            except EngineError as error:
+                logger.warning("%s is not back: %s", replica.url, error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    async def _join(self, replica: Replica) -> None:
+        """Make a server that is up usable. EngineError if it is not up, or does not take the weights."""
+        await replica.engine.reconnect()
+        async with self._updating:  # no version may be committed between the load and the use
+            if self._staging is not None and self._staging.committed is not None:
+                await replica.engine.load(self._staging.committed)
+            replica.usable = True
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def add(self, engine: SGLangEngine) -> None:
+        """One more server, from the next episode on. EngineError if it does not come up, ValueError if it is here."""
+        if engine.url in self._replicas:
+            raise ValueError(f"{engine.url} is in the fleet already")
+        await engine.start()
+        replica = self._replicas[engine.url] = Replica(engine)
+        await self._join(replica)
+
+    async def drain(self, url: str) -> None:
+        """Send nothing more to a server; what it runs goes on elsewhere. ValueError if it is not in the fleet."""
+        replica = self._find(url)
+        replica.draining = True
+        await replica.engine.abort_all()
+
+    async def remove(self, url: str) -> None:
+        """Drain a server and let go of it."""
+        replica = self._find(url)
+        await self.drain(url)
+        del self._replicas[url]
+        for name, value in replica.engine.stats().items():
+            self._gone[name] = self._gone.get(name, 0.0) + value
+        await self._let_go(replica)
+
+    def _find(self, url: str) -> Replica:
+        if url not in self._replicas:
+            raise ValueError(f"{url} is not in the fleet of {', '.join(self._replicas)}")
+        return self._replicas[url]
+
+    # weights
+
+    async def prepare_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
+        await asyncio.to_thread(self._started().stage, version, tensors)
+
+    async def commit_weights(self, version: int) -> None:
+        """Current on every usable server; one that fails is used again only once it has these weights. EngineError, and
+        the weights before stay, if no server takes them though one is up."""
+        staging = self._started()
+        staged = staging.staged
+        if staged is None or staged.version != version:
+            raise EngineError(f"weights {version} were not prepared (staged: {staged.version if staged else None})")
+        async with self._updating:
+            usable = [replica for replica in self._replicas.values() if replica.usable]
+            errors = await _errors(replica.engine.load(staged) for replica in usable)
+            for replica, error in zip(usable, errors, strict=True):
+                if error is not None:
+                    self._lose(replica, str(error))
+            refusals = [error for error in errors if error is not None and not isinstance(error, ServerUnreachable)]
+            if refusals and None not in errors:
+                raise EngineError(f"no server took weights {version}: {refusals[0]}")
+            staging.commit(staged)
+
+    async def discard_weights(self, version: int) -> None:
+        self._started().discard(version)
+
+    def _started(self) -> WeightStaging:
+        if self._closed or self._staging is None:
+            raise EngineError("the fleet was closed" if self._closed else "the fleet was not started")
+        return self._staging
+
+    # the end
+
+    async def close(self) -> None:
+        """Let go of every server."""
+        self._closed = True
+        async with self._changed:
+            self._changed.notify_all()
+        await asyncio.gather(*(self._let_go(replica) for replica in self._replicas.values()))
+
+    async def _let_go(self, replica: Replica) -> None:
+        if replica.recovery is not None:
+            replica.recovery.cancel()
+            await asyncio.gather(replica.recovery, return_exceptions=True)
+        await replica.engine.close()
+
+    def stats(self) -> dict[str, float]:
+        """Totals over all servers that were ever in the fleet; ``busy_seconds`` is the mean over those that are."""
+        totals = dict(self._gone)
+        for replica in self._replicas.values():
+            for name, value in replica.engine.stats().items():
+                totals[name] = totals.get(name, 0.0) + value
+        totals["busy_seconds"] = totals.get("busy_seconds", 0.0) / max(1, len(self._replicas))
+        return {**totals, "lost_servers": float(self._lost), "continued_requests": float(self._continued)}
+
+
+def preference(session_id: str, url: str) -> bytes:
+    """How much an episode wants a server: the highest wins, and a server that goes moves only its own episodes."""
+    return blake2b(f"{session_id}\n{url}".encode(), digest_size=8).digest()
+
+
+def rest_of(request: GenerateRequest, so_far: GenerateResult) -> GenerateRequest:
+    """What is left to generate of ``request``."""
+    done = so_far.output_ids
+    sampling = replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(done))
+    return replace(request, input_ids=[*request.input_ids, *done], sampling=sampling)
+
+
+def joined(so_far: GenerateResult, more: GenerateResult) -> GenerateResult:
+    """Two parts of one turn."""
+    spans = list(so_far.weight_versions)
+    for start, version in more.weight_versions:
+        if not spans or spans[-1][1] != version:
+            spans.append((len(so_far.output_ids) + start, version))
+    return GenerateResult(
+        output_ids=[*so_far.output_ids, *more.output_ids],
+        logprobs=None if so_far.logprobs is None else [*so_far.logprobs, *(more.logprobs or [])],
+        weight_versions=spans,
+        finish_reason=more.finish_reason,
+        metrics={
+            name: so_far.metrics.get(name, 0.0) + more.metrics.get(name, 0.0)
+            for name in {**so_far.metrics, **more.metrics}
+        },
+    )
+
+
+def ended(request: GenerateRequest, so_far: GenerateResult) -> Any:
+    """``stop`` or ``length`` if these tokens end the turn, though its server was lost before it said so."""
+    if so_far.output_ids and so_far.output_ids[-1] in request.sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(so_far.output_ids) == request.sampling.max_new_tokens else None
+
+
+async def _errors(work: Any) -> list[EngineError | None]:
+    """The EngineError of each awaitable, or None; any other error is raised once all have ended."""
+    calls: list[Awaitable[None]] = list(work)
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, EngineError):
+            raise result
+    return [result if isinstance(result, EngineError) else None for result in results]

@@ -1,0 +1,73 @@
+"""A real SGLang server on CPU for tests, started as the launcher's role starts it."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from megasao.config.sglang import SGLangConfig
+from megasao.launch.ports import free_ports
+from megasao.rollout.engines.sglang_arguments import (
+    make_served_directory,
+    server_arguments,
+    server_command,
+    server_environment,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
+START_S = 240.0
+
+
+def sglang_config(**options: Any) -> SGLangConfig:
+    return SGLangConfig(python=str(PYTHON), **options)
+
+
+class RunningServer:
+    """A server in its own process group."""
+
+    def __init__(
+        self, checkpoint: Path, directory: Path, config: SGLangConfig, *, max_tokens: int, port: int | None = None
+    ) -> None:
+        assert PYTHON.exists(), f"{PYTHON} is missing: `make setup-sglang` installs SGLang, and `make test` calls it"
+        port = free_ports(1)[0] if port is None else port
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
+        self.log = directory / "server.log"
+        architecture = make_served_directory(config, checkpoint, directory / "served")
+        arguments = server_arguments(
+            config, served=directory / "served", host="127.0.0.1", port=port, max_tokens=max_tokens
+        )
+        file = directory / "args.json"
+        file.write_text(json.dumps(arguments))
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                server_command(config, "serve", file),
+                env=server_environment(config, architecture),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self) -> "RunningServer":
+        deadline = time.monotonic() + START_S
+        while True:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-4000:]
+            try:
+                with urllib.request.urlopen(f"{self.url}/health_generate", timeout=30) as answer:
+                    if answer.status == 200:
+                        return self
+            except OSError:
+                time.sleep(0.3)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To every process of the server."""
+        os.killpg(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait(30)

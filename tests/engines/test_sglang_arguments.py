@@ -1,0 +1,172 @@
+"""Server arguments against the installed SGLang, the served directory, and the hash of seeded sampling."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from engine_checkpoints import dense_config, make_checkpoint, moe_config
+from sglang_server import sglang_config
+from transformers import AutoConfig
+
+from megasao.config.architecture import read_hf_config
+from megasao.config.load import load_with_places
+from megasao.config.sglang import CONTEXT_SLACK
+from megasao.launch.preflight import preflight
+from megasao.rollout.engines.sglang_arguments import (
+    CPU_SUPPORT,
+    check_server_args,
+    make_served_directory,
+    model_problem,
+    served_config,
+    server_arguments,
+    server_environment,
+    vocab_size,
+)
+from tests.megatron.tiny import write_tiny_tokenizer
+from tests.megatron.tiny_families import SETTINGS
+
+LAPTOP = Path(__file__).resolve().parents[2] / "configs" / "laptop_sglang.yaml"
+
+WRONG = [
+    ({"tp_sise": 2}, "unknown", "tp_sise"),
+    ({"tp_size": "two"}, "error", "invalid int value"),
+    ({"attention_backend": "nonsense"}, "error", "invalid choice"),
+    ({"sleep_on_idle": 3}, "error", "true or false"),
+]
+RIGHT: dict[str, Any] = {
+    "tp_size": 2,
+    "sleep_on_idle": True,
+    "enable_metrics": False,
+    "max_running_requests": None,
+    "cuda_graph_bs_decode": [1, 2, 4],
+    "json_model_override_args": {"num_hidden_layers": 1},
+    "schedule_conservativeness": 0.5,
+}
+
+
+def test_arguments_are_checked_by_the_installed_sglang() -> None:
+    answer = check_server_args(sglang_config(server_args=RIGHT))
+    assert (answer["unknown"], answer["error"]) == ([], None)
+    assert {"tp_size", "mem_fraction_static", "page_size"} <= set(answer["known"])
+    for arguments, where, reason in WRONG:
+        answer = check_server_args(sglang_config(server_args={**RIGHT, **arguments}))
+        assert reason in str(answer[where]), answer
+
+
+def test_an_unknown_argument_is_refused_at_load_with_a_suggestion(tmp_path: Path) -> None:
+    python = sglang_config().python
+    overrides = [f"model.path={tmp_path}", f"rollout.sglang.python={python}", "rollout.sglang.server_args={tp_sise: 2}"]
+    with pytest.raises(ValueError, match=r"server_args\.tp_sise: .*did you mean .*tp_size"):
+        preflight(*load_with_places(LAPTOP, overrides))
+    overrides[1] = f"rollout.sglang.python={tmp_path / 'absent'}"
+    with pytest.raises(ValueError, match=r"rollout\.sglang\.python: .*make setup-sglang"):
+        preflight(*load_with_places(LAPTOP, overrides))
+
+
+def test_a_model_that_sglang_would_serve_otherwise_is_refused(tmp_path: Path) -> None:
+    cpu, gpu = (sglang_config(server_args={"device": device}) for device in ("cpu", "cuda"))
+    models = shapes(tmp_path)
+    for config in (cpu, gpu):
+        assert {model_problem(config, models[name], max_tokens=100) for name in ("qwen3_moe", "glm4_moe")} == {None}
+        assert "mlp_only_layers" in str(model_problem(config, models["mixed"], max_tokens=100))
+    sparse, keys = models["glm_moe_dsa"], models["glm_moe_dsa"]["index_topk"]
+    assert f"index_topk = {keys} tokens" in str(model_problem(cpu, sparse, max_tokens=keys + 1))
+    assert model_problem(cpu, sparse, max_tokens=keys) is model_problem(gpu, sparse, max_tokens=keys + 1) is None
+    assert served_config(gpu, sparse)["architectures"] == sparse["architectures"] == ["GlmMoeDsaForCausalLM"]
+    assert served_config(cpu, sparse)["architectures"] == ["Glm4MoeLiteForCausalLM"]
+
+    write_tiny_tokenizer(make_checkpoint(tmp_path / "mixed", moe_config(mlp_only_layers=[0])))
+    overrides = [f"model.path={tmp_path / 'mixed'}", f"rollout.sglang.python={cpu.python}"]
+    with pytest.raises(ValueError, match=r"rollout\.engine: .*mlp_only_layers"):
+        preflight(*load_with_places(LAPTOP, overrides))
+
+
+def shapes(directory: Path) -> dict[str, Any]:
+    """A config.json of each family, and one whose first layer is dense."""
+    changes: dict[str, dict[str, Any]] = {"qwen3_moe": {"mlp_only_layers": []}, "mixed": {"mlp_only_layers": [0]}}
+    found = {}
+    for name in ("qwen3_moe", "mixed", "glm4_moe", "glm_moe_dsa"):
+        family = "qwen3_moe" if name == "mixed" else name
+        config = AutoConfig.for_model(family, **{**SETTINGS[family], **changes.get(name, {})})
+        config.architectures = ["GlmMoeDsaForCausalLM"] if family == "glm_moe_dsa" else None
+        config.save_pretrained(directory / name)
+        found[name] = read_hf_config(directory / name)
+    return found
+
+
+def test_the_user_wins_over_defaults_and_we_over_the_user() -> None:
+    config = sglang_config(server_args={"dtype": "bfloat16", "port": 1}, pause="in_place", stream_interval=3)
+    arguments = server_arguments(config, served=Path("model"), host="127.0.0.1", port=2, max_tokens=100)
+    assert (arguments["dtype"], arguments["port"], arguments["stream_interval"]) == ("bfloat16", 2, 3)
+    assert arguments["context_length"] == 100 + CONTEXT_SLACK
+    assert arguments["disable_overlap_schedule"], "spans of in-place updates would be off by one token"
+
+
+def test_only_a_cpu_server_sees_the_stand_ins() -> None:
+    parent = {"PATH": "/bin", "PYTHONPATH": "ours"}
+    cpu = server_environment(sglang_config(server_args={"device": "cpu"}), "Any", parent)
+    cuda = server_environment(sglang_config(server_args={"device": "cuda"}), "Any", parent)
+    assert cpu["PYTHONPATH"] == str(CPU_SUPPORT) and "PYTHONPATH" not in cuda
+    assert cuda["PATH"] == "/bin" and "SGLANG_USE_CPU_ENGINE" not in cuda
+
+
+def test_the_served_model_has_no_end_token(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", dense_config(eos_token_id=[3, 4]))
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert json.loads((checkpoint / "config.json").read_text())["eos_token_id"] == [3, 4]
+    for _ in range(2):  # a restarted server makes it anew
+        assert make_served_directory(sglang_config(), checkpoint, tmp_path / "served") == "Qwen3ForCausalLM"
+    config = json.loads((tmp_path / "served" / "config.json").read_text())
+    assert config["eos_token_id"] is None
+    assert not (tmp_path / "served" / "generation_config.json").exists()
+    assert (tmp_path / "served" / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+    assert vocab_size(checkpoint) == config["vocab_size"]
+
+
+def murmur3(message: bytes) -> int:
+    """MurmurHash3, 32 bits, seed 0, of whole 4-byte blocks and a tail, after its published description."""
+    state = 0
+    whole = len(message) - len(message) % 4
+    for start in range(0, whole, 4):
+        state ^= _scramble(int.from_bytes(message[start : start + 4], "little"))
+        state = (_rotate(state, 13) * 5 + 0xE6546B64) % 2**32
+    if message[whole:]:
+        state ^= _scramble(int.from_bytes(message[whole:], "little"))
+    state ^= len(message)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        state = (state ^ state >> shift) * factor % 2**32
+    return state ^ state >> 16
+
+
+def _scramble(block: int) -> int:
+    return _rotate(block * 0xCC9E2D51 % 2**32, 15) * 0x1B873593 % 2**32
+
+
+def _rotate(value: int, bits: int) -> int:
+    return (value << bits | value >> 32 - bits) % 2**32
+
+
+def load_kernels() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sgl_kernel", CPU_SUPPORT / "sgl_kernel" / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_hash_of_seeded_sampling() -> None:
+    assert murmur3(b"hello") == 0x248BFA47, "the reference itself, by a published value"
+    kernels = load_kernels()
+    seeds = torch.tensor([0, 1, 42, 2**31, 2**40 + 3, 2**63 - 1], dtype=torch.int64)
+    positions, columns = torch.arange(6, dtype=torch.int64) * 977, torch.arange(7)
+    hashed = kernels.murmur_hash32(seeds.to(torch.uint64), positions, columns).tolist()
+    for seed, position, row in zip(seeds.tolist(), positions.tolist(), hashed, strict=True):
+        for column, value in enumerate(row):
+            blocks = seed.to_bytes(8, "little") + position.to_bytes(4, "little") + column.to_bytes(4, "little")
+            assert value == murmur3(blocks)
+    with pytest.raises(NotImplementedError, match="rmsnorm"):
+        kernels.rmsnorm()

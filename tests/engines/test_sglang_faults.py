@@ -1,0 +1,238 @@
+"""Faults that a real server cannot be made to show, by a small server that speaks the same HTTP and misbehaves."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from engine_checkpoints import load_tensors, make_checkpoint, moe_config
+from sglang_server import sglang_config
+
+from megasao.launch.ports import free_ports
+from megasao.rollout.engines.base import EngineError, GenerateRequest, SamplingParams
+from megasao.rollout.engines.sglang import RequestLost, SGLangEngine
+from megasao.rollout.engines.sglang_client import ServerUnreachable
+
+BOUND_S = 0.4
+REQUEST = GenerateRequest("request", "session", [1, 2], SamplingParams(1.0, 4, stop_token_ids=(9,), seed=1))
+FIRST_LABEL = "default"
+
+
+def piece(
+    ids: list[int], *, finish: str | None = None, spans: Any = None, logprob: float | None = -1.0
+) -> dict[str, Any]:
+    """One message of the stream; ``spans`` of the last one cover its four tokens, unless given."""
+    meta: dict[str, Any] = {
+        "finish_reason": {"type": finish} if finish else None,
+        "prompt_tokens": 2,
+        "output_token_logprobs": [[logprob, token, None] for token in ids],
+    }
+    if finish:
+        meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans or [(FIRST_LABEL, 0, 4)]]
+    return {"output_ids": ids, "meta_info": meta}
+
+
+class Misbehaving:
+    """Streams ``pieces``, then ``then``: end, drop the connection, or say nothing more."""
+
+    def __init__(self) -> None:
+        self.pieces: list[dict[str, Any]] = [piece([3, 4]), piece([5, 6], finish="length")]
+        self.then = "end"
+        self.update: dict[str, Any] | None = {"success": True}
+        self.calls: list[str] = []
+        self.label = FIRST_LABEL
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[str]:
+        app = web.Application()
+        app.router.add_get("/health_generate", self._ok)
+        app.router.add_get("/model_info", self._info)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/update_weights_from_disk", self._update)
+        for path in ("/abort_request", "/pause_generation", "/continue_generation"):
+            app.router.add_post(path, self._ok)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        (port,) = free_ports(1)
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            await runner.cleanup()
+
+    async def _ok(self, request: web.Request) -> web.Response:
+        self.calls.append(request.path)
+        return web.json_response({})
+
+    async def _info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        self.calls.append(request.path)
+        if self.update is None:
+            await asyncio.sleep(60)
+        assert self.update is not None
+        self.label = (await request.json())["weight_version"]
+        return web.json_response(self.update, status=200 if self.update["success"] else 400)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for message in self.pieces:
+            await response.write(b"data: " + web.json_response(message).body + b"\n\n")  # type: ignore[operator]
+        if self.then == "silence":
+            await asyncio.sleep(60)
+        if self.then == "drop":
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), moe_config())
+
+
+def run(
+    checkpoint: Path,
+    directory: Path,
+    server: Misbehaving,
+    body: Callable[[SGLangEngine], Awaitable[Any]],
+    **options: Any,
+) -> Any:
+    async def whole() -> Any:
+        async with server.running() as url:
+            engine = make_engine(url, checkpoint, directory, **options)
+            await engine.start()
+            try:
+                return await asyncio.wait_for(body(engine), 30)
+            finally:
+                await engine.close()
+
+    return asyncio.run(whole())
+
+
+def make_engine(url: str, checkpoint: Path, directory: Path, **options: Any) -> SGLangEngine:
+    return SGLangEngine(
+        url,
+        checkpoint,
+        sglang_config(silence_timeout_s=BOUND_S, **options),
+        staging=directory / "weights",
+        max_total_tokens=64,
+        seed=0,
+        start_timeout_s=BOUND_S,
+        update_timeout_s=BOUND_S,
+    )
+
+
+async def generate(engine: SGLangEngine) -> Any:
+    return await engine.generate(REQUEST)
+
+
+def test_the_small_server_can_also_behave(checkpoint: Path, tmp_path: Path) -> None:
+    result = run(checkpoint, tmp_path, Misbehaving(), generate)
+    assert (result.output_ids, result.weight_versions, result.finish_reason) == ([3, 4, 5, 6], [(0, 0)], "length")
+
+
+@pytest.mark.parametrize("then", ["silence", "drop", "end"])
+def test_a_cut_stream_keeps_what_arrived(checkpoint: Path, tmp_path: Path, then: str) -> None:
+    server = Misbehaving()
+    server.pieces, server.then = [piece([3, 4]), piece([5])], then
+    with pytest.raises(RequestLost) as caught:
+        run(checkpoint, tmp_path, server, generate)
+    partial = caught.value.partial
+    assert (partial.output_ids, partial.logprobs, partial.weight_versions) == ([3, 4, 5], [-1.0] * 3, [(0, 0)])
+
+
+BAD_ANSWERS = {
+    "finite log-probs": [piece([3, 4], logprob=None), piece([5, 6], finish="length")],
+    "do not cover": [piece([3, 4]), piece([5, 6], finish="length", spans=[(FIRST_LABEL, 0, 3)])],
+    "not cover 4": [piece([3, 4]), piece([5, 6], finish="length", spans=[(FIRST_LABEL, 0, 1), (FIRST_LABEL, 2, 4)])],
+    "none of its stop tokens": [piece([3, 4]), piece([5, 6], finish="stop")],
+    "not max_new_tokens = 4": [piece([3, 4]), piece([5], finish="length", spans=[(FIRST_LABEL, 0, 3)])],
+    "out of memory": [piece([3]), {"error": {"message": "out of memory"}}],
+    "not understood": [piece([3]), {"output_ids": "three"}],
+}
+
+
+@pytest.mark.parametrize("reason", BAD_ANSWERS)
+def test_a_wrong_answer_is_no_sample(checkpoint: Path, tmp_path: Path, reason: str) -> None:
+    server = Misbehaving()
+    server.pieces = BAD_ANSWERS[reason]
+    with pytest.raises(EngineError, match=reason):
+        run(checkpoint, tmp_path, server, generate)
+
+
+def test_tokens_of_weights_that_were_not_current_are_lost(checkpoint: Path, tmp_path: Path) -> None:
+    """So answers a server that was restarted between two requests."""
+    server = Misbehaving()
+    server.label = "7.abc"
+    with pytest.raises(RequestLost, match="'default', which were not current") as caught:
+        run(checkpoint, tmp_path, server, generate)
+    assert caught.value.partial.output_ids == []
+
+
+@pytest.mark.parametrize("update", [{"success": False, "message": "no such file"}, None])
+def test_after_a_failed_update_nothing_is_sampled_until_one_succeeds(
+    checkpoint: Path, tmp_path: Path, update: dict[str, Any] | None
+) -> None:
+    server, tensors = Misbehaving(), load_tensors(checkpoint)
+
+    async def body(engine: SGLangEngine) -> Any:
+        await engine.prepare_weights(3, tensors)
+        server.update = update
+        with pytest.raises(EngineError, match="no such file" if update else "no answer"):
+            await engine.commit_weights(3)
+        assert server.calls[-1] == "/continue_generation", "a paused server would hang whoever comes next"
+        assert engine.weight_version == 0
+        with pytest.raises(EngineError, match="the update to weights 3 failed"):
+            await engine.generate(REQUEST)
+        server.update = {"success": True}
+        await engine.commit_weights(3)
+        server.pieces[-1]["meta_info"]["weight_versions"][0]["version"] = server.label
+        return await engine.generate(REQUEST)
+
+    assert run(checkpoint, tmp_path, server, body).weight_versions == [(0, 3)]
+
+
+def test_tokens_that_arrive_during_an_update_are_not_certain(checkpoint: Path, tmp_path: Path) -> None:
+    server = Misbehaving()
+    server.pieces, server.then, server.update = [piece([3, 4])], "silence", {"success": True}
+
+    async def body(engine: SGLangEngine) -> None:
+        await engine.prepare_weights(3, load_tensors(checkpoint))
+        running = asyncio.create_task(engine.generate(REQUEST))
+        while engine.stats()["generated_tokens"] < 2:
+            await asyncio.sleep(0.001)
+        (request,) = engine._running.values()
+        await engine.commit_weights(3)
+        request.take(engine._client._decode(web.json_response(piece([5])).body))  # type: ignore[union-attr, arg-type]
+        with pytest.raises(RequestLost) as caught:
+            await running
+        assert caught.value.partial.output_ids == [3, 4]
+
+    run(checkpoint, tmp_path, server, body)
+
+
+def test_a_server_that_was_left_paused_is_let_go_on(checkpoint: Path, tmp_path: Path) -> None:
+    """As by a worker that was killed in the middle of an update."""
+    server = Misbehaving()
+
+    async def body(_: SGLangEngine) -> None:
+        assert server.calls == ["/continue_generation", "/health_generate"]
+
+    run(checkpoint, tmp_path, server, body)
+
+
+def test_a_server_that_is_not_there_is_named_in_time(checkpoint: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        (port,) = free_ports(1)
+        engine = make_engine(f"http://127.0.0.1:{port}", checkpoint, tmp_path)
+        with pytest.raises(ServerUnreachable, match=rf"127\.0\.0\.1:{port} was not ready within 0\.4 s"):
+            await engine.start()
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
