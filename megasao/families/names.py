@@ -53,8 +53,8 @@ def fp8_names(hf_config: dict[str, Any]) -> set[str]:
 def name_problem(hf_config: dict[str, Any], role: Role, found: set[str]) -> str | None:
     """Why a checkpoint with the tensors ``found`` is not one of the model; None if it is.
 
-    A critic ignores ``lm_head``, and may have its value head or not. Layers of multi-token prediction are there whole or
-    not at all.
+    A critic ignores ``lm_head``, and may have its value head or not. Layers of multi-token prediction are whole or
+    absent.
     """
     expected, carried = hf_names(hf_config, role), carried_names(hf_config)
     if role == "critic":
