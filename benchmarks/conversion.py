@@ -56,10 +56,8 @@ def write_source(path: Path, gigabytes: float) -> tuple[int, int]:
         "dtype": "bfloat16",
     }
     (path / "config.json").write_text(json.dumps(config))
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        "model.norm.weight": (hidden,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
+    shapes |= {f"{name}.weight": (vocabulary, hidden) for name in ("model.embed_tokens", "lm_head")}
     for number in range(layers):
         prefix = f"model.layers.{number}."
         shapes |= {f"{prefix}self_attn.{part}_proj.weight": (hidden, hidden) for part in "qkvo"}

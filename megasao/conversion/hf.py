@@ -11,7 +11,7 @@ from megasao.config.architecture import read_hf_config
 from megasao.config.errors import UserError
 from megasao.conversion.blocks import BLOCK, FP8, Block, scale_shape
 from megasao.conversion.tasks import Copy, Dequantize, Task
-from megasao.families.names import SCALE, name_problem
+from megasao.families.names import SCALE, Role, name_problem, value_head_names
 from megasao.storage.hf_directory import INDEX, checkpoint_files, read_index
 from megasao.storage.reader import TensorFiles
 
@@ -31,6 +31,11 @@ class HfCheckpoint:
     hf_config: dict[str, Any]
     files: TensorFiles
     block: Block | None
+
+    @property
+    def role(self) -> Role:
+        """A critic has a value head."""
+        return "critic" if value_head_names() <= self.files.names() else "actor"
 
     def weights(self) -> list[str]:
         """Names of all tensors but the scales of FP8, in the order of the files."""
@@ -65,7 +70,9 @@ def open_hf(path: Path) -> HfCheckpoint:
         raise UserError(str(error)) from error
     checkpoint = HfCheckpoint(path, hf_config, files, _block(path, hf_config))
     problem = _index_problem(index, files) or _scale_problem(checkpoint)
-    problem = problem or name_problem(hf_config, "actor", set(checkpoint.weights())) or _shape_problem(checkpoint)
+    problem = (
+        problem or name_problem(hf_config, checkpoint.role, set(checkpoint.weights())) or _shape_problem(checkpoint)
+    )
     if problem:
         raise UserError(f"{path} {problem}")
     return checkpoint

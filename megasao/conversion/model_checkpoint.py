@@ -6,7 +6,6 @@ from pathlib import Path
 from megasao.config.errors import UserError
 from megasao.conversion.hf import HfCheckpoint
 from megasao.families.names import Role, name_problem
-from megasao.families.rules import VALUE_HEAD
 from megasao.storage.header import TensorInfo
 from megasao.storage.model_parts import CARRIED, MANIFEST, WEIGHT, read_manifest, sum_file
 from megasao.storage.reader import TensorFiles
@@ -71,10 +70,7 @@ class ModelCheckpoint:
 
     def check_against(self, origin: HfCheckpoint) -> None:
         """UserError if this is not a checkpoint of the model at ``origin``."""
-        found = set(self.weights())
-        if self.role == "critic":
-            found -= {name for rule in VALUE_HEAD for name in rule.hf}
-        if problem := name_problem(origin.hf_config, self.role, found):
+        if problem := name_problem(origin.hf_config, self.role, set(self.weights())):
             raise UserError(f"{self.path} is not a checkpoint of {origin.path}: it {problem}")
         for name in set(self.weights()) & origin.files.names():
             mine, other = self.info(name).shape, origin.files.info(name).shape

@@ -169,12 +169,12 @@ def make(output: Output, missing: Sequence[OutputFile], *, parallel: int, advanc
     try:
         _side_by_side([partial(_check_sum, part) for part in output.summed], parallel, advance)
         _side_by_side([partial(_make_file, output, file) for file in missing], parallel, advance)
+        output.documents(output.partial)
+        for file in output.partial.rglob("*"):
+            sync(file)
+        check_place(output.path)
     except (OSError, ValueError) as error:
         raise _told(error, output) from error
-    output.documents(output.partial)
-    for file in output.partial.rglob("*"):
-        sync(file)
-    check_place(output.path)
     os.rename(output.partial, output.path)
     (output.path / _PLAN).unlink()
     sync(output.path)
@@ -223,11 +223,14 @@ def _make_file(output: Output, file: OutputFile, advance: Advance) -> None:
 
 
 def _told(error: OSError | ValueError, output: Output) -> UserError:
-    """What a user can mend, with how to go on."""
-    again = f"what is finished is kept in {output.partial}, and the same command goes on from there"
+    """What a user can mend, with how to go on; where nothing was finished, nothing is kept."""
+    again = f" (what is finished is kept in {output.partial}, and the same command goes on from there)"
+    if len(output.missing()) == len(output.files):
+        shutil.rmtree(output.partial)
+        again = ""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"the disk of {output.path} is full; free some ({again})")
-    return UserError(f"{error} ({again})")
+        return UserError(f"the disk of {output.path} is full; free some{again}")
+    return UserError(f"{error}{again}")
 
 
 def split(tasks: Sequence[Task], most_bytes: int) -> list[tuple[Task, ...]]:

@@ -14,19 +14,19 @@ PART_BYTES = 5_000_000_000
 
 
 def hf_to_model(source: Path, out: Path, *, part_bytes: int = PART_BYTES) -> Output:
-    """Every tensor of the checkpoint at ``source``; weights in FP8 become bfloat16.
+    """Every tensor of the checkpoint at ``source``; weights in FP8 become bfloat16. With a value head it is a critic's.
 
     Raises:
         UserError: see :func:`open_hf`.
     """
     hf = open_hf(source)
-    trained = hf_names(hf.hf_config, "actor")
+    trained = hf_names(hf.hf_config, hf.role)
     tasks = [hf.plain(name, (WEIGHT if name in trained else CARRIED) + name) for name in hf.weights()]
     files = [OutputFile(part_name(number), group) for number, group in enumerate(split(tasks, part_bytes))]
 
     def write_documents(directory: Path) -> None:
         _write_hf_documents(hf, directory / HF_DIRECTORY)
-        write_json(directory / MANIFEST, manifest_of("actor", 0, [file.name for file in files]))
+        write_json(directory / MANIFEST, manifest_of(hf.role, 0, [file.name for file in files]))
 
     return Output(out, files, hf.files.files, "to_megatron", write_documents, finished_file=write_sum)
 

@@ -38,6 +38,11 @@ def optional_names(hf_config: dict[str, Any]) -> set[str]:
     return {template.replace("{L}", str(layer)) for template in templates for layer in layers}
 
 
+def value_head_names() -> set[str]:
+    """What a critic has for a language-model head."""
+    return {name for rule in VALUE_HEAD for name in rule.hf}
+
+
 def fp8_names(hf_config: dict[str, Any]) -> set[str]:
     """Weights that a checkpoint in FP8 has in blocks, those of multi-token prediction too."""
     family = family_of(hf_config)
@@ -48,14 +53,15 @@ def fp8_names(hf_config: dict[str, Any]) -> set[str]:
 def name_problem(hf_config: dict[str, Any], role: Role, found: set[str]) -> str | None:
     """Why a checkpoint with the tensors ``found`` is not one of the model; None if it is.
 
-    A critic ignores ``lm_head``. Layers of multi-token prediction are there whole or not at all.
+    A critic ignores ``lm_head``, and may have its value head or not. Layers of multi-token prediction are whole or
+    absent.
     """
     expected, carried = hf_names(hf_config, role), carried_names(hf_config)
     if role == "critic":
-        expected -= {name for rule in VALUE_HEAD for name in rule.hf}
+        expected -= value_head_names()
     if carried & found:
         expected |= carried
-    tolerated = optional_names(hf_config)
+    tolerated = optional_names(hf_config) | (value_head_names() if role == "critic" else set())
     if role == "critic" or hf_config.get("tie_word_embeddings"):
         tolerated |= set(LM_HEAD.hf)
     missing, extra = sorted(expected - found), sorted(found - expected - tolerated)

@@ -184,8 +184,7 @@ def test_wrong_training_checkpoints(sharded: Path, tmp_path: Path, capsys: pytes
         spoil(path)
         assert convert("megatron-to-hf", path, tmp_path / "out") == 2
         assert message in capsys.readouterr().err.replace("\n", " "), message
-        assert not (tmp_path / "out").exists()
-        shutil.rmtree(tmp_path / ".out.partial", ignore_errors=True)
+        assert not list(tmp_path.glob("*out*"))
     other = write_family(tmp_path / "other", "qwen3")
     assert convert("megatron-to-hf", good, tmp_path / "out", "--model", other) == 2
     assert f"is not a checkpoint of {other}" in capsys.readouterr().err.replace("\n", " ")

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from megasao.config.load import dump_config
 from megasao.families import families
 from megasao.families.names import carried_names
-from tests.conversion.support import convert, names_and_bytes, tensors_of, write_family
+from tests.conversion.support import convert, tensors_of, write_family
 from tests.megatron.tiny import make_config, read
 from tests.megatron.world import run_world
 
@@ -71,8 +70,14 @@ def test_what_was_trained_is_exported_bit_for_bit(role: str, family: str, tmp_pa
         assert found[name].dtype == (torch.float32 if "value_head" in name else tensor.dtype), name
         assert torch.equal(found[name].to(tensor.dtype), tensor), name
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == hf_config
-    save_file(found, tmp_path / "all.safetensors")
-    assert load_file(tmp_path / "all.safetensors").keys() == names_and_bytes(tmp_path / "out").keys()
+    assert convert("hf-to-megatron", tmp_path / "out", tmp_path / "again") == 0
+    assert json.loads((tmp_path / "again" / "manifest.json").read_text())["role"] == role
+    out = tmp_path / "loaded"
+    out.mkdir()
+    payload |= {"steps": 0, "directory": str(tmp_path / "again"), "out": str(out), "parallel": {"ranks": 2}}
+    run_world(2, "tests.megatron.cases:resume_trained", payload)
+    for name, tensor in read(out, "weights").items():
+        assert torch.equal(tensor, found[name].to(tensor.dtype)), name
 
 
 @pytest.mark.parametrize("layout", [TP2, LAYOUTS["qwen3"], {"ranks": 2, "expert": 2}], ids=["TP2", "PP2", "EP2"])
