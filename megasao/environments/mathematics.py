@@ -11,7 +11,7 @@ Invariants:
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -86,12 +86,20 @@ class MathEnvironment(Environment):
 
     name = "math"
 
-    def __init__(self, options: MathOptions) -> None:
-        """ValueError for data that cannot be read or leave a split empty."""
+    def __init__(
+        self,
+        options: MathOptions,
+        problems: Mapping[Split, Sequence[Problem]] | None = None,
+        pool: VerifierPool | None = None,
+    ) -> None:
+        """``problems`` stand for those of the files, ``pool`` for one of its own; ``close`` ends either pool.
+
+        ValueError for data that cannot be read or leave a split empty.
+        """
         self.options = options
-        self._problems = _load(options)
+        self._problems = _load(options) if problems is None else problems
         limits = Limits(options.verifiers, options.time_limit_s, options.memory_mb << 20)
-        self._pool = VerifierPool(GRADERS, limits)
+        self._pool = pool or VerifierPool(GRADERS, limits)
         self._epoch = lru_cache(maxsize=2)(self._order)
 
     @classmethod
@@ -160,7 +168,7 @@ def write_answer(answer: str, rule: str) -> str:
     return forms[rule] % answer
 
 
-def _load(options: MathOptions) -> dict[Split, list[Problem]]:
+def _load(options: MathOptions) -> Mapping[Split, Sequence[Problem]]:
     try:
         rows = load_problems(options.data)
     except ValueError as error:

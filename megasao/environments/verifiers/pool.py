@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -209,7 +210,7 @@ class VerifierPool:
         process.stdin.close()
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                os.kill(process.pid, signal.SIGKILL)  # process.kill() may reap it before the loop does
         await process.wait()
 
 
