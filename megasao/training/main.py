@@ -6,7 +6,6 @@ from megasao.config.rundir import RunDirectory
 from megasao.environments.encoding import TokenizerCodec
 from megasao.megatron.runtime import Topology
 from megasao.observability.metrics import MetricsWriter
-from megasao.ops.backend import configure
 from megasao.training.actor import Actor
 from megasao.training.critic import Critic
 from megasao.training.estimator import Estimator
@@ -20,7 +19,6 @@ from megasao.weights.publisher import WeightPublisher
 
 def run(run: RunDirectory, config: Config) -> None:
     """Train until the configured steps are done; resumes from the run's latest checkpoint."""
-    configure(config.ops)
     with trainer_world(config) as topology:
         trainer = build_trainer(run, config, topology)
         trainer.train()
