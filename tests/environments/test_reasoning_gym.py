@@ -151,3 +151,24 @@ def test_without_a_sandbox_or_the_package_it_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match=r"pip install 'megasao\[reasoning-gym\]'"):
         make()
+
+
+def test_a_model_with_the_tasks_vocabulary_plays_the_shipped_config(tmp_path):
+    import runpy
+    from pathlib import Path
+
+    from megasao.config.load import load_with_places
+    from megasao.launch.preflight import preflight
+    from megasao.studies.play import Player
+
+    root = Path(__file__).parents[2]
+    config_file = str(root / "configs" / "reasoning_gym.yaml")
+    changes = [f"model.path={tmp_path / 'model'}", "evaluation.problems=6", "environment.options.sandbox=none"]
+    tool = runpy.run_path(str(root / "tools" / "make_task_model.py"))
+    tool["main"]([config_file, *changes, "--hidden", "32", "--layers", "1", "--experts", "0"])
+    config, document = load_with_places(config_file, changes)
+    assert preflight(config, document)
+    with Player(tmp_path / "model", config) as player:
+        episodes = player.play(player.evaluation_leases(1.0), 0, {})
+    assert {episode.task for episode in episodes} == {"chain_sum", "gcd"}
+    assert all(episode.finish_reason in ("done", "max_tokens") for episode in episodes)
