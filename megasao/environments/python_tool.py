@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasao.environments.sandbox.run import Outcome, Sandbox
+from megasao.environments.sandbox.run import Sandbox
+from megasao.environments.sandbox.shown import shown
 from megasao.environments.sandbox.workspace import pack, unpack
 
 INTERPRETER = "/usr/bin/python3"
@@ -49,13 +50,4 @@ class PythonTool:
         there = unpack(self.files) if self.files is not None else {}
         outcome = await self.sandbox.run([INTERPRETER, PROGRAM], pack({**there, PROGRAM: code.encode()}))
         self.files = outcome.workspace
-        return f"```output\n{self._shown(outcome)}\n```", outcome.exit_code == 0
-
-    def _shown(self, outcome: Outcome) -> str:
-        """Beginning and end of a long output; what stopped the program."""
-        text, half = outcome.output.rstrip("\n"), self.shown_characters // 2
-        if len(text) > self.shown_characters:
-            text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
-        if outcome.stopped_by is not None:
-            text = f"{text}\nstopped: too much {outcome.stopped_by}".lstrip("\n")
-        return text
+        return shown(outcome, self.shown_characters), outcome.exit_code == 0
