@@ -33,7 +33,7 @@ from megasao.environments.sandbox.shown import shown
 from megasao.environments.sandbox.workspace import is_inside, pack, unpack
 from megasao.environments.splits import text_hash
 
-NOTE = """You mend a small Python repository. Its files are in the current directory. In each turn do one thing, in a block:
+NOTE = """You mend a small Python repository, in the current directory. In each turn do one thing, in one block:
 
 ```bash
 commands
