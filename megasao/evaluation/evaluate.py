@@ -3,8 +3,8 @@
 Invariants:
 - a response is a function of (weights, problem, sample, seed), whichever responses were there before: a resumed
   evaluation ends as an uninterrupted one;
-- what the verifier cannot grade is excluded with its reason; a failure of the engine ends the evaluation, which can be
-  resumed.
+- what the verifier cannot grade is excluded with its reason; a failure of the engine, or of the verifiers as a whole,
+  ends the evaluation, which can be resumed.
 """
 
 import asyncio
@@ -154,7 +154,10 @@ class _Run:
                 async with asyncio.timeout(self._config.benchmarks.response_timeout_s):
                     trajectory = await self._runner.run(lease)
             except (EnvironmentFailure, TimeoutError, ValueError) as error:
-                record = Record(*identity, excluded=failure_reason(error))
+                reason = failure_reason(error)
+                if reason == "verifier_pool":  # not this sample's fault: none can be graded
+                    raise
+                record = Record(*identity, excluded=reason)
             else:
                 record = self._record(identity, trajectory)
         self._fresh.append(record)
