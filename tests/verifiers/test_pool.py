@@ -149,6 +149,25 @@ def test_closing_with_work_under_way_ends_every_process():
     run(body())
 
 
+def test_closing_or_cancelling_while_it_starts_leaves_no_process():
+    async def body():
+        pool = VerifierPool(MODULE, QUICK)
+        first = asyncio.create_task(outcome(pool, "good"))
+        while not left_over():
+            await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert not left_over()
+        second = asyncio.create_task(outcome(pool, "good"))
+        while not left_over():
+            await asyncio.sleep(0.01)
+        await pool.close()
+        assert await second in (1.0, "verifier_pool")
+        assert not left_over()
+
+    run(body())
+
+
 def test_a_closed_pool_starts_anew_in_another_event_loop():
     pool = VerifierPool(MODULE, QUICK)
 

@@ -107,9 +107,9 @@ class VerifierPool:
 
     async def close(self) -> None:
         """End every verifier process; jobs that wait fail. The pool may be used again, also in another event loop."""
-        process, reader = self._process, self._reader
-        self._process = self._reader = None
-        self._loop = None
+        async with self._starting:  # not while they start
+            process, reader = self._process, self._reader
+            self._process = self._reader = self._loop = None
         self._starting = asyncio.Lock()
         if process is None or reader is None:
             return
@@ -162,6 +162,9 @@ class VerifierPool:
             ready = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
         except TimeoutError:
             ready = b""
+        except asyncio.CancelledError:
+            await self._bury(process)
+            raise
         if not ready:
             await self._bury(process)
             said = (await process.stderr.read()).decode(errors="replace").strip()[-2000:]
