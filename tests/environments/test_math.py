@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,9 @@ from megasao.studies.play import Player
 from megasao.studies.tiny_model import write_model, write_tokenizer
 from tests.benchmark_rows import ROWS, write_rows
 from tests.chat_checkpoint import chat_checkpoint
+
+
+LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
 
 
 def write_data(path, count=40):
@@ -198,7 +202,7 @@ def test_episodes_on_the_embedded_engine_earn_what_the_verifier_says(tmp_path):
     def play():
         changes = ["environment.name=math", f"environment.options={json.dumps(options)}", "environment.max_tokens=48"]
         config = load_config(
-            "configs/laptop.yaml",
+            LAPTOP,
             [*changes, f"model.path={model}", "evaluation.problems=3", "environment.max_turn_tokens=30"],
         )
         with Player(model, config) as player:

@@ -21,7 +21,7 @@ from tests.benchmark_rows import ROWS, write_rows
 from tests.chat_checkpoint import bigram_checkpoint
 
 DOCS = Path(__file__).parents[2] / "docs" / "evaluation.md"
-LAPTOP = "configs/laptop.yaml"
+LAPTOP = str(Path(__file__).parents[2] / "configs" / "laptop.yaml")
 
 # \boxed{14} or \boxed{15}, then the end of the turn: 14 is right for two of the four problems of some benchmarks.
 BIGRAMS = {
