@@ -20,7 +20,6 @@ from megasao.studies.tiny_model import write_model, write_tokenizer
 from tests.benchmark_rows import ROWS, write_rows
 from tests.chat_checkpoint import chat_checkpoint
 
-
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
 
 
