@@ -12,7 +12,7 @@ SEED ?= 0
 RUN ?= laptop-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 DEMO_MODEL := build/laptop_model-$(SEED)
 
-.PHONY: setup setup-sglang sandbox slurm demo test test-full lint clean
+.PHONY: setup setup-sglang sandbox slurm extras demo test test-full lint clean
 
 setup: $(VENV)/.ready
 
@@ -58,11 +58,17 @@ sandbox:
 	@command -v bwrap >/dev/null || (test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
 		&& apt-get install -y -qq bubblewrap >/dev/null) || echo "note: bubblewrap is missing and was not installed"
 
-test: lint sandbox setup-sglang
+# Optional packages with tests; one of reasoning-gym's own dependencies needs a C compiler.
+EXTRAS = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["reasoning-gym"])
+extras: setup
+	@$(BIN)/python -c '$(EXTRAS)' | xargs $(BIN)/python -m pip install --quiet \
+		|| echo "note: reasoning-gym was not installed; its tests are skipped"
+
+test: lint sandbox extras setup-sglang
 	$(BIN)/python -m pytest
 
 # With the tests marked `full`: every layout, and others that take long.
-test-full: lint sandbox setup-sglang
+test-full: lint sandbox extras setup-sglang
 	$(BIN)/python -m pytest -m ""
 
 clean:

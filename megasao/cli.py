@@ -129,6 +129,54 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run director
     typer.echo(f"wrote {write_report(directory)}")
 
 
+@app.command("eval")
+def evaluate(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG [CHANGE ...] | compare A B | table DIR ...",
+            help="A config with changes, to measure a checkpoint; or two results to compare; or results for a table.",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Hugging Face checkpoint to measure; default model.path.")
+    ] = None,
+    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run whose final policy to measure.")] = None,
+    benchmarks: Annotated[str | None, typer.Option(metavar="A,B,...", help="Which benchmarks.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the records go; begun results go on.")] = Path(
+        "results"
+    ),
+    show_list: Annotated[bool, typer.Option("--list", help="Name the benchmarks and their set-up.")] = False,
+) -> None:
+    """Measure a checkpoint on benchmarks: mean@k, pass@k, maj@k with intervals, and every response in Arrow files."""
+    if show_list:
+        from megasao.evaluation.benchmarks import markdown_table
+
+        typer.echo(markdown_table())
+        return
+    match words or []:
+        case []:
+            raise UserError("eval: expected a config, `compare A B`, `table DIR ...` or --list")
+        case ["compare", *directories]:
+            from megasao.evaluation.results import compare_results
+
+            if len(directories) != 2:
+                raise UserError(f"eval compare: expected two result directories, got {len(directories)}")
+            typer.echo("\n".join(compare_results(Path(directories[0]), Path(directories[1]))))
+        case ["table", *directories]:
+            from megasao.evaluation.results import results_table
+
+            if not directories:
+                raise UserError("eval table: expected at least one result directory")
+            typer.echo(results_table([Path(directory) for directory in directories]))
+        case [config_file, *overrides]:
+            from megasao.config.load import load_config
+            from megasao.evaluation import command
+
+            config, chosen = load_config(config_file, overrides), command.choose(benchmarks)
+            command.run_evaluation(config, command.subject(config, checkpoint, run), chosen, out, typer.echo)
+
+
 @app.command()
 def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
     """How a run does: steps, speed, staleness, rollouts, last checkpoint, errors. From any node that sees RUN."""

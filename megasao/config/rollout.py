@@ -74,6 +74,24 @@ class EvaluationConfig(Section):
     timeout_s: float = Field(300.0, gt=0, description="Longest wait for the last evaluation.")
 
 
+class BenchmarksConfig(Section):
+    """`megasao eval`. Prompt, answer and the number of samples of each benchmark stand in docs/evaluation.md."""
+
+    data: str = Field("data/benchmarks", description="Directory of their files: NAME.parquet, .jsonl, .json or .csv.")
+    sources: dict[str, str] = Field(
+        default_factory=dict,
+        description="By name, where a benchmark lies elsewhere: a path, or hf:OWNER/NAME@COMMIT:FILE.",
+    )
+    samples: int | None = Field(
+        None, ge=1, description="Responses to each problem; null is the benchmark's own number."
+    )
+    problems: int | None = Field(None, ge=1, description="Only the first so many problems; null is all.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature; 0 is greedy.")
+    max_tokens: int = Field(131072, ge=2, description="Most tokens of prompt and response.")
+    chat: bool = Field(True, description="Ask through the checkpoint's chat template; false: the prompt as it is.")
+    response_timeout_s: float = Field(3600.0, gt=0, description="Longest time of one response; then it is excluded.")
+
+
 class TransportConfig(Section):
     """ZeroMQ endpoints."""
 

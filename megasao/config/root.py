@@ -11,6 +11,7 @@ from megasao.config.model import ModelConfig, ParallelConfig
 from megasao.config.ops import OpsConfig
 from megasao.config.plan import PlanConfig
 from megasao.config.rollout import (
+    BenchmarksConfig,
     BufferConfig,
     EnvironmentConfig,
     EvaluationConfig,
@@ -58,6 +59,7 @@ class Config(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation.")
     buffer: BufferConfig = Field(default_factory=BufferConfig, description="Trajectory buffer.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation.")
+    benchmarks: BenchmarksConfig = Field(default_factory=BenchmarksConfig, description="What `megasao eval` measures.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
     transport: TransportConfig = Field(default_factory=TransportConfig, description="Sockets.")
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig, description="Restarts.")

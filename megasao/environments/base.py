@@ -32,12 +32,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Answer to one turn. ``observation`` is empty when the episode is over."""
+    """Answer to one turn. ``observation`` is empty when the episode is over.
+
+    With ``messages`` the model is answered through its chat template, and not with ``observation``.
+    """
 
     observation: str
     reward: float
     done: bool
     metrics: dict[str, float] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """A checkpoint's own chat template, rendered without torch or transformers.
 
-Invariants: the text is the one that transformers renders from the same directory; a template runs in Jinja's sandbox
-and cannot reach out of it.
+Invariants:
+- the text is the one that transformers renders from the same directory;
+- a conversation grows at its end: what follows a turn of the model is rendered alone, and nothing before it again;
+- a template runs in Jinja's sandbox and cannot reach out of it.
 """
 
 import json
@@ -15,6 +17,9 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = Mapping[str, Any]
+
+_TURN = "\ue000turn\ue001"
+"""Stands for a turn of the model; private-use characters, which no message should have."""
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -57,6 +62,17 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {error}") from error
+
+    def continuation(self, before: Sequence[Message], new: Sequence[Message], **options: Any) -> str:
+        """The text between the end of a turn of the model and the beginning of its next one, with ``new`` in between.
+
+        It begins with what ends a turn. ValueError for a template that does not show the model's turns as they are.
+        """
+        whole = self.render([*before, {"role": "assistant", "content": _TURN}, *new], **options)
+        _, found, rest = whole.rpartition(_TURN)
+        if not found:
+            raise ValueError("chat template: it leaves out what the assistant said, so a turn cannot be continued")
+        return rest
 
 
 def _refuse(message: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from megasao.environments.base import Environment, Prompt
+from megasao.environments.base import Environment, Prompt, StepResult
 from megasao.environments.chat import ChatTemplate
 
 
@@ -56,12 +56,22 @@ class TokenizerCodec:
         """The ids with which an episode begins; ValueError where there are messages and no chat template."""
         if not prompt.messages:
             return self.encode(prompt.text)
+        return self.encode(self._chat(prompt).render(prompt.messages))
+
+    def encode_observation(self, prompt: Prompt, answer: StepResult, last_token: int) -> list[int]:
+        """The ids that follow a turn of the model ending in ``last_token``; the end of a turn is not written twice."""
+        if not answer.messages:
+            return self.encode(answer.observation)
+        ids = self.encode(self._chat(prompt).continuation(prompt.messages, answer.messages))
+        return ids[1:] if ids[0] == last_token else ids
+
+    def _chat(self, prompt: Prompt) -> ChatTemplate:
         if self._template is None:
             raise ValueError(
                 f"prompt {prompt.prompt_id} is a chat, and the checkpoint has no chat template; set "
                 "environment.options.chat = false"
             )
-        return self.encode(self._template.render(prompt.messages))
+        return self._template
 
     def stop_ids(self, environment: Environment) -> tuple[int, ...]:
         """The ids that end a turn; ValueError if a stop string is not one token, or if there are none at all."""

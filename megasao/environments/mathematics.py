@@ -1,4 +1,4 @@
-r"""Problems with a short answer, in one turn, verified by math-verify.
+r"""Problems with a short answer, in one turn or with Python as a tool, verified by math-verify.
 
 The problems are rows of a published data set (see ``rows``). The prompt is the template with the problem in it, as a
 user message of the model's own chat template, or as plain text.
@@ -7,11 +7,12 @@ Invariants:
 - a prompt is a function of (options, split, index): training problems come in a new order in every epoch, held-out ones
   as they lie in the file; its id names the problem and not the index, so that what is kept per prompt is per problem;
 - training and held-out problems are disjoint as texts;
-- a response without an answer earns 0; one that cannot be graded is a failure, never 0.
+- a response without an answer earns 0; one that cannot be graded is a failure, never 0;
+- with the tool, a turn with an answer ends the episode, one with code and no answer runs it, one with neither ends it.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,7 +20,9 @@ from typing import Any
 from megasao.environments.answers import RULES, find_answer
 from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult
 from megasao.environments.options import read_options
+from megasao.environments.python_tool import NOTE, PythonTool, find_code, require_interpreter
 from megasao.environments.rows import Problem, load_problems
+from megasao.environments.sandbox.run import Sandbox, SandboxLimits
 from megasao.environments.splits import split_of, text_hash
 from megasao.environments.verifiers.pool import Limits, VerifierPool
 
@@ -44,6 +47,15 @@ class MathOptions:
     """Where the final answer is: boxed, tag (``<answer>``), hashes (``####``) or number (the last one)."""
     stop: str = ""
     """Token that ends the response; empty is the model's own end of turn."""
+    tool: str = ""
+    """Empty, or ``python``: code blocks run in the sandbox, and the model is shown their output."""
+    sandbox: str = "bubblewrap"
+    """Where the tool runs: bubblewrap, or none (this machine, without isolation)."""
+    tool_time_s: float = 10.0
+    """For one program."""
+    tool_memory_mb: int = 512
+    tool_output: int = 2000
+    """Characters of output that the model is shown."""
     seed: int = 0
     verifiers: int = 2
     """Processes that grade."""
@@ -59,7 +71,11 @@ class MathOptions:
             raise ValueError(f"environment.options.template: expected {{problem}} in it, got {self.template!r}")
         if self.answer not in RULES:
             raise ValueError(f"environment.options.answer: expected one of {', '.join(RULES)}, got {self.answer!r}")
-        for name in ("verifiers", "time_limit_s", "memory_mb"):
+        if self.tool not in ("", "python"):
+            raise ValueError(f"environment.options.tool: expected python or nothing, got {self.tool!r}")
+        if self.sandbox not in ("bubblewrap", "none"):
+            raise ValueError(f"environment.options.sandbox: expected bubblewrap or none, got {self.sandbox!r}")
+        for name in ("verifiers", "time_limit_s", "memory_mb", "tool_time_s", "tool_memory_mb", "tool_output"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"environment.options.{name}: expected more than 0, got {getattr(self, name)}")
         if self.memory_mb < 64:
@@ -69,16 +85,24 @@ class MathOptions:
 class MathEpisode(Episode):
     """One problem being answered."""
 
-    def __init__(self, problem: Prompt, rule: str, pool: VerifierPool) -> None:
+    def __init__(self, problem: Prompt, rule: str, pool: VerifierPool, tool: PythonTool | None = None) -> None:
         self._reference, self._rule, self._pool = problem.payload["reference"], rule, pool
+        self._tool, self._chat = tool, bool(problem.messages)
 
     async def step(self, action_text: str) -> StepResult:
-        """Grade the response. VerifierError if that is not possible."""
+        """Grade the response, or run its code. VerifierError or EnvironmentFailure if that is not possible."""
         answer = find_answer(action_text, self._rule)
-        reward = 0.0
         if answer is not None:
             reward = await self._pool.grade("math", answer=answer, reference=self._reference)
-        return StepResult("", reward, True, {"answered": float(answer is not None)})
+            return StepResult("", reward, True, {"answered": 1.0})
+        code = find_code(action_text) if self._tool is not None else None
+        if self._tool is None or code is None:
+            return StepResult("", 0.0, True, {"answered": 0.0})
+        shown, fine = await self._tool.run(code)
+        metrics = {"tool_calls": 1.0, "tool_errors": float(not fine)}
+        if self._chat:
+            return StepResult("", 0.0, False, metrics, ({"role": "user", "content": shown},))
+        return StepResult(f"\n{shown}\n", 0.0, False, metrics)
 
 
 class MathEnvironment(Environment):
@@ -86,12 +110,21 @@ class MathEnvironment(Environment):
 
     name = "math"
 
-    def __init__(self, options: MathOptions) -> None:
-        """ValueError for data that cannot be read or leave a split empty."""
+    def __init__(
+        self,
+        options: MathOptions,
+        problems: Mapping[Split, Sequence[Problem]] | None = None,
+        pool: VerifierPool | None = None,
+    ) -> None:
+        """``problems`` stand for those of the files, ``pool`` for one of its own; ``close`` ends either pool.
+
+        ValueError for data that cannot be read or leave a split empty.
+        """
         self.options = options
-        self._problems = _load(options)
+        self._problems = _load(options) if problems is None else problems
         limits = Limits(options.verifiers, options.time_limit_s, options.memory_mb << 20)
-        self._pool = VerifierPool(GRADERS, limits)
+        self._pool = pool or VerifierPool(GRADERS, limits)
+        self._sandbox = _sandbox(options)
         self._epoch = lru_cache(maxsize=2)(self._order)
 
     @classmethod
@@ -111,7 +144,7 @@ class MathEnvironment(Environment):
     def prompt(self, split: Split, index: int) -> Prompt:
         """The problem with this index; ValueError below 0 or for an unknown split."""
         problem = self._problem(split, index)
-        text = self.options.template.replace("{problem}", problem.text)
+        text = self._asked(problem)
         return Prompt(
             prompt_id=f"{self.name}/{split}/{problem.problem_id}",
             task=self.name,
@@ -122,7 +155,8 @@ class MathEnvironment(Environment):
 
     def start(self, prompt: Prompt, seed: int) -> MathEpisode:
         """Begin an episode; nothing in it is random."""
-        return MathEpisode(prompt, self.options.answer, self._pool)
+        tool = PythonTool(self._sandbox, self.options.tool_output) if self._sandbox is not None else None
+        return MathEpisode(prompt, self.options.answer, self._pool, tool)
 
     def demonstration(self, index: int, seed: int) -> list[DemonstrationTurn]:
         """The published solution of a training problem, or its answer alone where there is none."""
@@ -133,12 +167,15 @@ class MathEnvironment(Environment):
         if find_answer(said, self.options.answer) is None:
             said = f"{said}\n{write_answer(problem.reference, self.options.answer)}".lstrip()
         said = said.removesuffix(self.options.stop) + self.options.stop
-        prompt = self.options.template.replace("{problem}", problem.text)
-        return [DemonstrationTurn(prompt, False), DemonstrationTurn(said, True)]
+        return [DemonstrationTurn(self._asked(problem), False), DemonstrationTurn(said, True)]
 
     async def close(self) -> None:
         """End the verifier processes."""
         await self._pool.close()
+
+    def _asked(self, problem: Problem) -> str:
+        text = self.options.template.replace("{problem}", problem.text)
+        return text + NOTE if self.options.tool else text
 
     def _problem(self, split: Split, index: int) -> Problem:
         if index < 0:
@@ -154,13 +191,25 @@ class MathEnvironment(Environment):
         return order
 
 
+def _sandbox(options: MathOptions) -> Sandbox | None:
+    """The sandbox of the tool, or None without one; ValueError where there is none on this machine."""
+    if not options.tool:
+        return None
+    limits = SandboxLimits(time_s=options.tool_time_s, memory_bytes=options.tool_memory_mb << 20)
+    try:
+        require_interpreter()
+        return Sandbox("none" if options.sandbox == "none" else "bubblewrap", limits)
+    except ValueError as error:
+        raise ValueError(f"environment.options.tool: {error}") from error
+
+
 def write_answer(answer: str, rule: str) -> str:
     """A text in which ``find_answer`` finds ``answer`` by ``rule``."""
     forms = {"boxed": "\\boxed{%s}", "tag": "<answer>%s</answer>", "hashes": "#### %s", "number": "%s"}
     return forms[rule] % answer
 
 
-def _load(options: MathOptions) -> dict[Split, list[Problem]]:
+def _load(options: MathOptions) -> Mapping[Split, Sequence[Problem]]:
     try:
         rows = load_problems(options.data)
     except ValueError as error:

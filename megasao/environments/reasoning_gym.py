@@ -11,7 +11,6 @@ Invariants:
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from megasao.environments.answers import RULES, find_answer
@@ -26,8 +25,11 @@ GRADERS = ("megasao.environments.verifiers.reasoning",)
 TRIES = 1000
 """Draws until a problem must have come that belongs to the split: there is one in eight on average."""
 
-_SIZE = 2**30
-"""Problems of a data set: it makes each from its number."""
+_SEEDS = 2**31
+"""A problem is the only one of a data set with a seed of its own: some data sets make all they have when they begin."""
+
+UNREPEATABLE = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")
+"""Data sets that make other problems of the same seed in another process: they go through a set of strings."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,10 @@ class ReasoningGymEnvironment(Environment):
                 raise ValueError(f"environment.options.sandbox: {error}") from error
         self._names = list(options.datasets)
         self._settings = {
-            name: json.dumps({"size": _SIZE, "seed": options.seed, **(settings or {})}, sort_keys=True)
-            for name, settings in options.datasets.items()
+            name: json.dumps(settings or {}, sort_keys=True) for name, settings in options.datasets.items()
         }
-        _ = self._datasets  # what is wrong with them is said now
+        for name in self._names:
+            _check(name, self._settings[name])
         self._pool = VerifierPool(
             GRADERS,
             Limits(options.verifiers, options.time_limit_s, options.memory_mb << 20),
@@ -125,7 +127,7 @@ class ReasoningGymEnvironment(Environment):
             raise ValueError(f"prompt index: expected 0 or more, got {index}")
         if split not in ("train", "eval"):
             raise ValueError(f"split: expected 'train' or 'eval', got {split!r}")
-        dataset, number, entry = self._entry(split, split, index)
+        dataset, seed, entry = self._entry(split, split, index)
         text = self.options.template.replace("{problem}", entry["question"])
         return Prompt(
             prompt_id=f"{self.name}/{split}/{index}",
@@ -134,7 +136,7 @@ class ReasoningGymEnvironment(Environment):
             payload={
                 "dataset": dataset,
                 "settings": self._settings[dataset],
-                "index": number,
+                "seed": seed,
                 "question": entry["question"],
             },
             messages=({"role": "user", "content": text},) if self.options.chat else (),
@@ -150,7 +152,9 @@ class ReasoningGymEnvironment(Environment):
             raise ValueError("environment.options.chat: fine-tuning on demonstrations needs plain prompts; use false")
         if index < 0:
             raise ValueError(f"demonstration index: expected 0 or more, got {index}")
-        _, _, entry = self._entry("train", f"demonstration-{seed}", index)
+        dataset, _, entry = self._entry("train", f"demonstration-{seed}", index)
+        if not isinstance(entry["answer"], str):
+            raise ValueError(f"environment.options.datasets.{dataset}: it gives no answers to demonstrate")
         said = write_answer(entry["answer"], self.options.answer).removesuffix(self.options.stop) + self.options.stop
         prompt = self.options.template.replace("{problem}", entry["question"])
         return [DemonstrationTurn(prompt, False), DemonstrationTurn(said, True)]
@@ -159,32 +163,42 @@ class ReasoningGymEnvironment(Environment):
         """End the verifier processes."""
         await self._pool.close()
 
-    @cached_property
-    def _datasets(self) -> dict[str, Any]:
-        try:
-            import reasoning_gym
-            from reasoning_gym.factory import DATASETS
-        except ImportError as error:
-            raise ValueError(
-                "environment.name: the package reasoning-gym is not installed; `pip install 'megasao[reasoning-gym]'`"
-            ) from error
-        found = {}
-        for name in self._names:
-            where = f"environment.options.datasets.{name}"
-            if name not in DATASETS:
-                raise ValueError(f"{where}: reasoning-gym has no such data set{nearest(name, list(DATASETS))}")
-            try:
-                found[name] = reasoning_gym.create_dataset(name, **json.loads(self._settings[name]))
-            except (TypeError, ValueError, AssertionError) as error:  # what its configs raise for a bad setting
-                raise ValueError(f"{where}: {error}") from error
-        return found
-
     def _entry(self, split: Split, stream: str, index: int) -> tuple[str, int, dict[str, Any]]:
-        """(data set, number in it, entry) of the first problem of this stream and index that lies in ``split``."""
+        """(data set, seed, entry) of the first problem of this stream and index that lies in ``split``."""
         dataset = self._names[index % len(self._names)]
         for attempt in range(TRIES):
-            number = text_hash("reasoning-gym", self.options.seed, stream, index, attempt) % _SIZE
-            entry = self._datasets[dataset][number]
+            seed = text_hash("reasoning-gym", self.options.seed, stream, index, attempt) % _SEEDS
+            entry = make_problem(dataset, self._settings[dataset], seed)[1]
             if split_of(self.name, entry["question"]) == split:
-                return dataset, number, entry
+                return dataset, seed, entry
         raise ValueError(f"environment.options.datasets.{dataset}: {TRIES} problems, and none for the {split} split")
+
+
+def make_problem(dataset: str, settings: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    """The data set that has one problem, and that problem; ``settings`` is JSON."""
+    import reasoning_gym
+
+    found = reasoning_gym.create_dataset(dataset, **json.loads(settings), seed=seed, size=1)
+    return found, found[0]
+
+
+def _check(dataset: str, settings: str) -> None:
+    """ValueError for a data set or settings that reasoning-gym does not have, or if it is not installed."""
+    try:
+        import reasoning_gym  # noqa: F401
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ValueError(
+            "environment.name: the package reasoning-gym is not installed; `pip install 'megasao[reasoning-gym]'`"
+        ) from error
+    where = f"environment.options.datasets.{dataset}"
+    if dataset not in DATASETS:
+        raise ValueError(f"{where}: reasoning-gym has no such data set{nearest(dataset, list(DATASETS))}")
+    if dataset in UNREPEATABLE:
+        raise ValueError(f"{where}: it makes other problems of the same seed in another process, so it cannot be used")
+    if {"seed", "size"} & set(json.loads(settings)):
+        raise ValueError(f"{where}: seed and size are set for each problem; use environment.options.seed")
+    try:
+        make_problem(dataset, settings, 0)
+    except (TypeError, ValueError, AssertionError) as error:  # what its configs raise for a bad setting
+        raise ValueError(f"{where}: {error}") from error

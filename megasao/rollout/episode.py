@@ -110,13 +110,15 @@ class EpisodeRunner:
             )
         episode = self.environment.start(prompt, lease.seed)
         try:
-            finish_reason = await self._turns(lease, episode.step, transcript)
+            finish_reason = await self._turns(lease, prompt, episode.step, transcript)
         finally:
             await self.engine.end_session(lease.lease_id)
             await episode.close()
         return self._trajectory(lease, prompt, transcript, finish_reason, started)
 
-    async def _turns(self, lease: Lease, step: Callable[[str], Awaitable[StepResult]], transcript: Transcript) -> str:
+    async def _turns(
+        self, lease: Lease, prompt: Prompt, step: Callable[[str], Awaitable[StepResult]], transcript: Transcript
+    ) -> str:
         for turn in range(self.limits.max_turns):
             result = await self._generate(lease, turn, transcript.tokens)
             transcript.act(result)
@@ -127,7 +129,7 @@ class EpisodeRunner:
             if answer.done or turn == self.limits.max_turns - 1:
                 transcript.reward(answer.reward)
                 return "done" if answer.done else "max_turns"
-            observation = self.codec.encode(answer.observation)
+            observation = self.codec.encode_observation(prompt, answer, transcript.tokens[-1])
             if len(transcript.tokens) + len(observation) >= self.limits.max_tokens:
                 transcript.reward(answer.reward)
                 return "max_tokens"

@@ -4,6 +4,7 @@ Every tag and every character of the environments is one token of the 32-token v
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,27 @@ from tokenizers.pre_tokenizers import Split
 from megasao.environments.calculator import CHARACTERS, TAGS
 
 VOCAB_SIZE = 32
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+PAD, EOS, UNKNOWN = SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
 def vocabulary() -> list[str]:
     """The 32 tokens in id order; unused ids have reserved names."""
-    tokens = [PAD, EOS, UNKNOWN, *CHARACTERS, *TAGS]
+    tokens = [*SPECIAL, *CHARACTERS, *TAGS]
     return tokens + [f"<reserved{i}>" for i in range(VOCAB_SIZE - len(tokens))]
 
 
-def write_tokenizer(directory: Path) -> None:
-    """tokenizer.json and tokenizer_config.json: one token a tag or character, nothing added, nothing lost."""
-    tokens = vocabulary()
+PIECES = r"<[^<>]*>|error|[\s\S]"
+"""How text is cut into tokens: a tag, or a character."""
+
+
+def write_tokenizer(directory: Path, tokens: Sequence[str] | None = None, pieces: str = PIECES) -> None:
+    """tokenizer.json and tokenizer_config.json: one token a piece of text, nothing added, nothing lost.
+
+    ``tokens``: in id order, beginning with PAD, EOS and UNKNOWN; those of the laptop's tasks if None.
+    """
+    tokens = tokens or vocabulary()
     tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = Split(Regex(r"<[^<>]*>|error|[\s\S]"), behavior="isolated")
+    tokenizer.pre_tokenizer = Split(Regex(pieces), behavior="isolated")
     tokenizer.decoder = Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, EOS, UNKNOWN)])
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -43,13 +51,22 @@ def write_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def write_model(directory: Path, *, seed: int, hidden: int, layers: int, experts: int, moe_hidden: int) -> None:
+def write_model(
+    directory: Path,
+    *,
+    seed: int,
+    hidden: int,
+    layers: int,
+    experts: int,
+    moe_hidden: int,
+    vocabulary_size: int = VOCAB_SIZE,
+) -> None:
     """config.json, generation_config.json and random safetensors; without experts a dense Qwen3."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shared = {
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": vocabulary_size,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
@@ -58,8 +75,8 @@ def write_model(directory: Path, *, seed: int, hidden: int, layers: int, experts
         "head_dim": 32,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": False,
-        "pad_token_id": vocabulary().index(PAD),
-        "eos_token_id": vocabulary().index(EOS),
+        "pad_token_id": SPECIAL.index(PAD),
+        "eos_token_id": SPECIAL.index(EOS),
         "bos_token_id": None,
         "dtype": "float32",
     }

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
@@ -17,11 +18,9 @@ from megasao.environments.verifiers.pool import VerifierError
 from megasao.studies.play import Player
 from megasao.studies.tiny_model import write_model, write_tokenizer
 from tests.benchmark_rows import ROWS, write_rows
+from tests.chat_checkpoint import chat_checkpoint
 
-CHATML = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m.content + '<|im_end|>\n' }}"
-    "{% endfor %}\n{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
 
 
 def write_data(path, count=40):
@@ -157,26 +156,6 @@ def test_options_that_cannot_be_are_refused_by_name(options, named):
         make_environment(EnvironmentConfig(name="math", options=options))
 
 
-EOS = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
-
-
-def chat_checkpoint(path):
-    from tokenizers import AddedToken, Tokenizer, decoders
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    tokenizer = Tokenizer(BPE({letter: n for n, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>", "<s>")])
-    path.mkdir()
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHATML, "bos_token": "<s>"}
-    (path / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": EOS}))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    return path
-
-
 def test_a_chat_is_rendered_as_transformers_does(tmp_path):
     from transformers import AutoTokenizer
 
@@ -199,7 +178,7 @@ def test_stops_and_prompts_of_a_chat_come_from_the_checkpoint(tmp_path):
     codec = TokenizerCodec.from_directory(chat_checkpoint(tmp_path / "model"))
     environment = tagged(write_data(tmp_path / "data.json"), chat=True, stop="")
     prompt = environment.prompt("eval", 0)
-    assert codec.stop_ids(environment) == (7, 9)
+    assert codec.stop_ids(environment) == (257, 9)
     text = codec.decode(codec.encode_prompt(prompt))
     assert text.startswith("<s><|im_start|>user") and text.endswith("assistant\n")
     write_tokenizer(tmp_path)
@@ -222,7 +201,7 @@ def test_episodes_on_the_embedded_engine_earn_what_the_verifier_says(tmp_path):
     def play():
         changes = ["environment.name=math", f"environment.options={json.dumps(options)}", "environment.max_tokens=48"]
         config = load_config(
-            "configs/laptop.yaml",
+            LAPTOP,
             [*changes, f"model.path={model}", "evaluation.problems=3", "environment.max_turn_tokens=30"],
         )
         with Player(model, config) as player:

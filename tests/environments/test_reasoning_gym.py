@@ -1,12 +1,16 @@
 """The adapter of reasoning-gym, against the real package and its own verifiers."""
 
 import asyncio
+import json
+import os
+import subprocess
 import sys
 
 import pytest
 
 from megasao.config.rollout import EnvironmentConfig
 from megasao.environments.answers import find_answer
+from megasao.environments.reasoning_gym import UNREPEATABLE
 from megasao.environments.registry import make_environment
 from megasao.environments.sandbox import bubblewrap
 from megasao.environments.sandbox.bubblewrap import SandboxUnavailable
@@ -21,7 +25,7 @@ except SandboxUnavailable as error:
     NO_SANDBOX = str(error)
 needs_sandbox = pytest.mark.skipif(NO_SANDBOX is not None, reason=str(NO_SANDBOX))
 
-DATASETS = {"chain_sum": {"max_terms": 3}, "countdown": {}, "spiral_matrix": {}, "leg_counting": {}}
+DATASETS = {"chain_sum": {"max_terms": 3}, "countdown": {}, "spiral_matrix": {}, "acre": {}}
 
 
 def make(**options):
@@ -49,11 +53,9 @@ def grade(environment, pairs):
 
 def oracle(prompt):
     """The package's own answer."""
-    import json
-
     payload = prompt.payload
-    dataset = reasoning_gym.create_dataset(payload["dataset"], **json.loads(payload["settings"]))
-    return dataset[payload["index"]]["answer"]
+    settings = json.loads(payload["settings"])
+    return reasoning_gym.create_dataset(payload["dataset"], seed=payload["seed"], size=1, **settings)[0]["answer"]
 
 
 @needs_sandbox
@@ -114,6 +116,22 @@ def test_prompts_are_functions_of_options_split_and_index():
     assert not demonstrated & texts["eval"]
 
 
+def test_problems_are_the_same_in_every_process_except_those_of_the_refused_data_sets():
+    code = (
+        "import sys, reasoning_gym\n"
+        "for name in sys.argv[1:]:\n"
+        "    print([reasoning_gym.create_dataset(name, seed=s, size=1)[0]['question'] for s in range(5)])"
+    )
+
+    def questions(hash_seed):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        words = [sys.executable, "-c", code, *DATASETS, *UNREPEATABLE]
+        return subprocess.run(words, capture_output=True, text=True, env=environment, check=True).stdout.splitlines()
+
+    same = [a == b for a, b in zip(questions("0"), questions("1"), strict=True)]
+    assert same == [True] * len(DATASETS) + [False] * len(UNREPEATABLE)
+
+
 def test_demonstrations_give_the_packages_answer():
     environment = make(stop="</answer>")
     for index in range(8):
@@ -131,6 +149,8 @@ def test_demonstrations_give_the_packages_answer():
         ({"datasets": {"chain_sun": {}}}, r"datasets\.chain_sun: .*did you mean 'chain_sum'"),
         ({"datasets": {"chain_sum": {"no_such": 1}}}, r"datasets\.chain_sum: .*no_such"),
         ({"datasets": {"chain_sum": {"min_terms": 9, "max_terms": 2}}}, r"datasets\.chain_sum: "),
+        ({"datasets": {"chain_sum": {"seed": 1}}}, r"datasets\.chain_sum: seed and size"),
+        ({"datasets": {"ransom_note": {}}}, r"datasets\.ransom_note: it makes other problems"),
         ({"datasets": "chain_sum"}, r"datasets: expected dict"),
         ({"template": "x"}, "template"),
         ({"answer": "x"}, "answer"),
@@ -151,3 +171,24 @@ def test_without_a_sandbox_or_the_package_it_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match=r"pip install 'megasao\[reasoning-gym\]'"):
         make()
+
+
+def test_a_model_with_the_tasks_vocabulary_plays_the_shipped_config(tmp_path):
+    import runpy
+    from pathlib import Path
+
+    from megasao.config.load import load_with_places
+    from megasao.launch.preflight import preflight
+    from megasao.studies.play import Player
+
+    root = Path(__file__).parents[2]
+    config_file = str(root / "configs" / "reasoning_gym.yaml")
+    changes = [f"model.path={tmp_path / 'model'}", "evaluation.problems=6", "environment.options.sandbox=none"]
+    tool = runpy.run_path(str(root / "tools" / "make_task_model.py"))
+    tool["main"]([config_file, *changes, "--hidden", "32", "--layers", "1", "--experts", "0"])
+    config, document = load_with_places(config_file, changes)
+    assert preflight(config, document)
+    with Player(tmp_path / "model", config) as player:
+        episodes = player.play(player.evaluation_leases(1.0), 0, {})
+    assert {episode.task for episode in episodes} == {"chain_sum", "gcd"}
+    assert all(episode.finish_reason in ("done", "max_tokens") for episode in episodes)

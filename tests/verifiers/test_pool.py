@@ -2,7 +2,11 @@
 
 import asyncio
 import os
+import subprocess
+import sys
+import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -64,8 +68,10 @@ def run(body):
 
 
 def test_each_bad_sample_is_excluded_with_its_reason_and_the_others_keep_their_rewards():
+    patient = Limits(workers=2, time_limit_s=3.0, memory_bytes=1 << 28)
+
     async def body():
-        async with opened(guarding="off") as pool:
+        async with opened(patient, guarding="off") as pool:
             answers = [answer for bad in REASONS for answer in (bad, "good", "bad")]
             found = await asyncio.gather(*(outcome(pool, answer) for answer in answers))
             assert found[1::3] == [1.0] * len(REASONS) and found[2::3] == [0.0] * len(REASONS)
@@ -149,6 +155,25 @@ def test_closing_with_work_under_way_ends_every_process():
     run(body())
 
 
+def test_closing_or_cancelling_while_it_starts_leaves_no_process():
+    async def body():
+        pool = VerifierPool(MODULE, QUICK)
+        first = asyncio.create_task(outcome(pool, "good"))
+        while not left_over():
+            await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert not left_over()
+        second = asyncio.create_task(outcome(pool, "good"))
+        while not left_over():
+            await asyncio.sleep(0.01)
+        await pool.close()
+        assert await second in (1.0, "verifier_pool")
+        assert not left_over()
+
+    run(body())
+
+
 def test_a_closed_pool_starts_anew_in_another_event_loop():
     pool = VerifierPool(MODULE, QUICK)
 
@@ -158,6 +183,28 @@ def test_a_closed_pool_starts_anew_in_another_event_loop():
         return found
 
     assert [asyncio.run(one()) for _ in range(2)] == [1.0, 1.0]
+    assert not left_over()
+
+
+def test_a_killed_owner_leaves_no_verifier_process():
+    code = (
+        "import asyncio\n"
+        "from megasao.environments.verifiers.pool import Limits, VerifierPool\n"
+        "async def main():\n"
+        f"    pool = VerifierPool({MODULE!r}, Limits(2, 60.0, 1 << 28), guarding='off')\n"
+        "    jobs = [asyncio.create_task(pool.grade('nasty', answer='child')) for _ in range(2)]\n"
+        "    await asyncio.gather(*jobs)\n"
+        "asyncio.run(main())\n"
+    )
+    root = str(Path(__file__).parents[2])
+    owner = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": root}, cwd=root)
+    deadline = time.monotonic() + 60
+    while len(left_over()) < 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    owner.kill()
+    owner.wait()
+    while left_over() and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not left_over()
 
 

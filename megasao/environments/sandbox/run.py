@@ -115,7 +115,8 @@ class Sandbox:
         ]
         if self.kind == "none":
             return limited
-        return bubblewrap.wrap(limited, writable_bytes=limits.workspace_bytes)
+        variables = [("PYTHONDONTWRITEBYTECODE", "1")]  # else caches of bytecode fill the workspace
+        return bubblewrap.wrap(limited, writable_bytes=limits.workspace_bytes, environment=variables)
 
     async def _finish(self, process: asyncio.subprocess.Process, before: bytes, started: float) -> Outcome:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -106,9 +107,9 @@ class VerifierPool:
 
     async def close(self) -> None:
         """End every verifier process; jobs that wait fail. The pool may be used again, also in another event loop."""
-        process, reader = self._process, self._reader
-        self._process = self._reader = None
-        self._loop = None
+        async with self._starting:  # not while they start
+            process, reader = self._process, self._reader
+            self._process = self._reader = self._loop = None
         self._starting = asyncio.Lock()
         if process is None or reader is None:
             return
@@ -161,6 +162,9 @@ class VerifierPool:
             ready = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
         except TimeoutError:
             ready = b""
+        except asyncio.CancelledError:
+            await self._bury(process)
+            raise
         if not ready:
             await self._bury(process)
             said = (await process.stderr.read()).decode(errors="replace").strip()[-2000:]
@@ -209,7 +213,7 @@ class VerifierPool:
         process.stdin.close()
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                os.kill(process.pid, signal.SIGKILL)  # process.kill() may reap it before the loop does
         await process.wait()
 
 

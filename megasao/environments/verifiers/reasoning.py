@@ -3,25 +3,18 @@
 Invariant: the score is that of the problem which the model saw; if another one comes out here, that is an error.
 """
 
-import json
-from functools import lru_cache
-from typing import Any
-
 import reasoning_gym
 
+from megasao.environments.reasoning_gym import make_problem
 
-def score(answer: str, dataset: str, settings: str, index: int, question: str) -> float:
+
+def score(answer: str, dataset: str, settings: str, seed: int, question: str) -> float:
     """The data set's score of ``answer``, in [0, 1]; ``settings`` is JSON. Any exception is an error."""
-    problems = _dataset(dataset, settings)
-    entry = problems[index]
+    problems, entry = make_problem(dataset, settings, seed)
     if entry["question"] != question:
-        raise ValueError(f"{dataset} gives another problem {index} here than the environment had")
+        raise ValueError(f"{dataset} gives another problem for seed {seed} here than the environment had")
     return float(problems.score_answer(answer, entry))
 
 
-@lru_cache(maxsize=64)
-def _dataset(name: str, settings: str) -> Any:
-    return reasoning_gym.create_dataset(name, **json.loads(settings))
-
-
 GRADERS = {"reasoning_gym": score}
+_ = reasoning_gym.create_dataset  # imported here so that every worker is forked with it

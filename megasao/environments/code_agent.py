@@ -1,0 +1,242 @@
+"""Mending a small repository with a shell and an editor in the sandbox; hidden tests give the reward.
+
+A turn of the model does one thing, the last fenced block in it:
+
+    ```bash                    ```write PATH              ```replace PATH
+    commands                   the whole new text         the old text
+    ```                        ```                        =======
+                                                          the new text
+                                                          ```
+
+A turn without a block hands the work in: the hidden tests run in a fresh sandbox on the workspace as it is, and the
+reward is 1 if all pass, else 0.
+
+Invariants:
+- nothing of the hidden tests is in the workspace while the model works, and files of their names are replaced;
+- a command that fails, is stopped, or an edit that does not apply is an observation; a failing sandbox is a failure;
+- work that is not handed in earns 0.
+"""
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult
+from megasao.environments.code_tasks import SHIPPED, CodeTask, load_tasks
+from megasao.environments.options import read_options
+from megasao.environments.python_tool import INTERPRETER, require_interpreter
+from megasao.environments.sandbox.run import Sandbox, SandboxLimits
+from megasao.environments.sandbox.shown import shown
+from megasao.environments.sandbox.workspace import is_inside, pack, unpack
+from megasao.environments.splits import text_hash
+
+NOTE = """You mend a small Python repository, in the current directory. In each turn do one thing, in one block:
+
+```bash
+commands
+```
+
+```write PATH
+the whole new text of the file
+```
+
+```replace PATH
+text that is in the file once
+=======
+what stands there instead
+```
+
+You will be shown the result. A turn without a block hands your work in.
+
+"""
+
+HELD_OUT = 4
+"""Without tasks of their own for evaluation, one in this many is held out."""
+
+_BLOCK = re.compile(r"```(bash|sh|write|replace)[ \t]*([^\n]*)\n(.*?)```", re.DOTALL)
+
+_RUNNER = "run_hidden_tests.py"
+_RUN = """import sys, unittest
+word, *names = sys.argv[1:]
+del sys.argv[1:]
+sys.path.insert(0, ".")
+result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromNames(names))
+if result.wasSuccessful() and result.testsRun:
+    print(word, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class CodeAgentOptions:
+    """Options under ``environment.options``."""
+
+    tasks: str = ""
+    """Directory of tasks (YAML); empty is the twelve that ship."""
+    eval_tasks: str = ""
+    """Directory of held-out tasks; empty holds one in four of ``tasks`` out."""
+    chat: bool = True
+    """Speak through the model's chat template; false: plain text."""
+    stop: str = ""
+    """Token that ends a turn; empty is the model's own end of turn."""
+    sandbox: str = "bubblewrap"
+    """Where commands and tests run: bubblewrap, or none (this machine, without isolation)."""
+    time_s: float = 30.0
+    """For one command, and for the hidden tests."""
+    memory_mb: int = 512
+    output: int = 4000
+    """Characters of a command's output that the model is shown."""
+
+    def __post_init__(self) -> None:
+        if self.sandbox not in ("bubblewrap", "none"):
+            raise ValueError(f"environment.options.sandbox: expected bubblewrap or none, got {self.sandbox!r}")
+        for name in ("time_s", "memory_mb", "output"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"environment.options.{name}: expected more than 0, got {getattr(self, name)}")
+
+
+class CodeAgentEpisode(Episode):
+    """One repository being mended."""
+
+    def __init__(self, task: CodeTask, sandbox: Sandbox, options: CodeAgentOptions) -> None:
+        self._task, self._sandbox, self._options = task, sandbox, options
+        self.workspace = pack({name: text.encode() for name, text in task.files.items()})
+
+    async def step(self, action_text: str) -> StepResult:
+        """Do what the turn says, or run the hidden tests. EnvironmentFailure if the sandbox breaks."""
+        blocks = _BLOCK.findall(action_text.rpartition("</think>")[2])
+        if not blocks:
+            passed = await hidden_tests_pass(self._task, self.workspace, self._sandbox)
+            return StepResult("", float(passed), True, {"handed_in": 1.0})
+        kind, path, text = blocks[-1]
+        if kind in ("bash", "sh"):
+            return await self._command(text)
+        error = self._edit(kind, path.strip(), text)
+        return self._answer(error or "done", {"edits": 1.0, "edit_errors": float(error is not None)})
+
+    async def _command(self, text: str) -> StepResult:
+        outcome = await self._sandbox.run(["/bin/sh", "-c", text], self.workspace)
+        self.workspace = outcome.workspace
+        return self._answer(
+            shown(outcome, self._options.output),
+            {"commands": 1.0, "command_errors": float(outcome.exit_code != 0)},
+        )
+
+    def _edit(self, kind: str, path: str, text: str) -> str | None:
+        """Change the workspace; what is wrong with the edit, if anything."""
+        if not is_inside(path):
+            return f"error: {path!r} is no file in the workspace"
+        files = unpack(self.workspace)
+        if kind == "replace":
+            before, mark, after = text.partition("=======\n")
+            if path not in files:
+                return f"error: there is no file {path}"
+            current = files[path].decode(errors="replace")
+            if not mark or current.count(before) != 1:
+                count = current.count(before) if mark else 0
+                return f"error: the old text must be in {path} once, and ======= after it; it is there {count} times"
+            text = current.replace(before, after)
+        self.workspace = pack({**files, path: text.encode()})
+        return None
+
+    def _answer(self, text: str, metrics: dict[str, float]) -> StepResult:
+        if self._options.chat:
+            return StepResult("", 0.0, False, metrics, ({"role": "user", "content": text},))
+        return StepResult(f"\n{text}\n", 0.0, False, metrics)
+
+
+async def hidden_tests_pass(task: CodeTask, workspace: bytes, sandbox: Sandbox) -> bool:
+    """Whether the hidden tests all pass on this workspace, in a fresh sandbox.
+
+    The sign of success is a random word that the code under test is not given. Code that searches the test process for
+    it could still forge it.
+    """
+    tests = {name: text.encode() for name, text in task.tests.items()}
+    files = {**unpack(workspace), **tests, _RUNNER: _RUN.encode()}
+    word = secrets.token_hex(16)
+    modules = [name.removesuffix(".py").replace("/", ".") for name in task.tests]
+    outcome = await sandbox.run([INTERPRETER, "-I", _RUNNER, word, *modules], pack(files))
+    return outcome.exit_code == 0 and word in outcome.output.splitlines()
+
+
+class CodeAgentEnvironment(Environment):
+    """Repositories to be mended."""
+
+    name = "code_agent"
+
+    def __init__(self, options: CodeAgentOptions | None = None) -> None:
+        """ValueError for tasks that cannot be read, or where there is no sandbox."""
+        self.options = options or CodeAgentOptions()
+        self._tasks = _split(self.options)
+        limits = SandboxLimits(time_s=self.options.time_s, memory_bytes=self.options.memory_mb << 20)
+        try:
+            require_interpreter()
+            self._sandbox = Sandbox("none" if self.options.sandbox == "none" else "bubblewrap", limits)
+        except ValueError as error:
+            raise ValueError(f"environment.options.sandbox: {error}") from error
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "CodeAgentEnvironment":
+        """The environment with these ``environment.options``; ValueError names a bad one."""
+        return cls(read_options(CodeAgentOptions, options, owner=cls.name))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The option ``stop``, or nothing: then the model's own end of turn."""
+        return (self.options.stop,) if self.options.stop else ()
+
+    def task(self, split: Split, index: int) -> CodeTask:
+        """The task with this index, round and round; ValueError below 0 or for an unknown split."""
+        if index < 0:
+            raise ValueError(f"prompt index: expected 0 or more, got {index}")
+        if split not in self._tasks:
+            raise ValueError(f"split: expected 'train' or 'eval', got {split!r}")
+        return self._tasks[split][index % len(self._tasks[split])]
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        """The task's statement and how to work on it."""
+        task = self.task(split, index)
+        text = f"{NOTE}{task.statement}\n\nFiles: {', '.join(sorted(task.files))}"
+        return Prompt(
+            prompt_id=f"{self.name}/{split}/{task.name}",
+            task=self.name,
+            text=f"{text}\n\n",
+            payload={"split": split, "index": index},
+            messages=({"role": "user", "content": text},) if self.options.chat else (),
+        )
+
+    def start(self, prompt: Prompt, seed: int) -> CodeAgentEpisode:
+        """Begin an episode; nothing in it is random."""
+        task = self.task(prompt.payload["split"], prompt.payload["index"])
+        return CodeAgentEpisode(task, self._sandbox, self.options)
+
+    def demonstration(self, index: int, seed: int) -> list[DemonstrationTurn]:
+        """Looking at the files, writing the mended ones, and handing in."""
+        if self.options.chat:
+            raise ValueError("environment.options.chat: fine-tuning on demonstrations needs plain prompts; use false")
+        task, end = self.task("train", index), self.options.stop
+        turns = [DemonstrationTurn(self.prompt("train", index).text, False)]
+        for name, text in task.solution.items():
+            turns.append(DemonstrationTurn(f"```write {name}\n{text}```{end}", True))
+            turns.append(DemonstrationTurn("\ndone\n", False))
+        return [*turns, DemonstrationTurn(f"It is mended.{end}", True)]
+
+
+def _split(options: CodeAgentOptions) -> Mapping[Split, list[CodeTask]]:
+    tasks = _tasks("tasks", options.tasks)
+    if options.eval_tasks:
+        return {"train": tasks, "eval": _tasks("eval_tasks", options.eval_tasks)}
+    if len(tasks) < 2:
+        raise ValueError("environment.options.tasks: with one task none can be held out; name eval_tasks")
+    ordered = sorted(tasks, key=lambda task: text_hash("code-agent-split", task.name))
+    count = max(1, len(tasks) // HELD_OUT)
+    return {"train": ordered[count:], "eval": ordered[:count]}
+
+
+def _tasks(option: str, directory: str) -> list[CodeTask]:
+    try:
+        return load_tasks(Path(directory) if directory else SHIPPED)
+    except ValueError as error:
+        raise ValueError(f"environment.options.{option}: {error}") from error

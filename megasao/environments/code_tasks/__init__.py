@@ -1,0 +1,61 @@
+"""Small repositories with a bug each, and the tests that a mended one passes: one YAML file a task.
+
+``statement`` says what is wrong; ``files`` is the repository, ``tests`` the hidden tests (unittest), ``solution`` the
+mended files: by relative name, each with its text.
+
+Invariant: a task is refused by file and key if it is not of this form.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megasao.environments.sandbox.workspace import is_inside
+
+SHIPPED = Path(__file__).parent
+
+_KEYS = ("statement", "files", "tests", "solution")
+
+
+@dataclass(frozen=True)
+class CodeTask:
+    """One repository to be mended; texts by relative name."""
+
+    name: str
+    statement: str
+    files: Mapping[str, str]
+    tests: Mapping[str, str]
+    solution: Mapping[str, str]
+
+
+def load_tasks(directory: Path) -> list[CodeTask]:
+    """The tasks of a directory, in order of name. ValueError names file and key."""
+    files = sorted(directory.glob("*.yaml"))
+    if not files:
+        raise ValueError(f"{directory}: no task (*.yaml)")
+    return [_load(file) for file in files]
+
+
+def _load(file: Path) -> CodeTask:
+    try:
+        found: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{file}: {error}") from error
+    if not isinstance(found, dict) or set(found) != set(_KEYS):
+        raise ValueError(f"{file}: expected exactly the keys {', '.join(_KEYS)}")
+    if not isinstance(found["statement"], str) or not found["statement"].strip():
+        raise ValueError(f"{file}: statement: expected text")
+    for key in _KEYS[1:]:
+        _check_files(found[key], f"{file}: {key}")
+    return CodeTask(file.stem, found["statement"].strip(), found["files"], found["tests"], found["solution"])
+
+
+def _check_files(files: Any, where: str) -> None:
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"{where}: expected at least one file name with its text")
+    for name, text in files.items():
+        if not isinstance(name, str) or not is_inside(name) or not isinstance(text, str):
+            raise ValueError(f"{where}: expected relative names with text, got {name!r}")

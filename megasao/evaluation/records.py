@@ -1,0 +1,120 @@
+"""One row a response, as Arrow files in the directory of a result: ``OUT/BENCHMARK/records-000000.arrow`` and on.
+
+Invariants:
+- a file is whole or not there; an interrupted evaluation goes on behind the last one;
+- the manifest says what was measured; rows of other weights, data or sampling are never mixed with it;
+- a row has a reward or the reason why it has none.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from megasao.config.errors import UserError
+from megasao.config.rundir import write_atomically
+
+SCHEMA = pa.schema(
+    [
+        pa.field("problem_id", pa.string(), nullable=False),
+        pa.field("sample", pa.int32(), nullable=False),
+        pa.field("reward", pa.float32()),
+        pa.field("excluded", pa.string()),
+        pa.field("answer", pa.string()),
+        pa.field("response", pa.string()),
+        pa.field("tokens", pa.int32()),
+        pa.field("finish_reason", pa.string()),
+        pa.field("weight_version", pa.int64(), nullable=False),
+        pa.field("seed", pa.int64(), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One response to one problem. ``excluded``: why there is no reward."""
+
+    problem_id: str
+    sample: int
+    weight_version: int
+    seed: int
+    reward: float | None = None
+    excluded: str | None = None
+    answer: str | None = None
+    response: str | None = None
+    tokens: int | None = None
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a result measures; two with equal manifests may be continued, with equal benchmark and data compared."""
+
+    benchmark: str
+    data_sha256: str
+    problems: int
+    checkpoint: str
+    checkpoint_id: str
+    weight_version: int
+    temperature: float
+    max_tokens: int
+    chat: bool
+    template: str
+    answer: str
+    seed: int
+
+
+class ResultDirectory:
+    """The rows of one benchmark."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def exists(self) -> bool:
+        """Whether something was measured here."""
+        return (self.path / "manifest.json").is_file()
+
+    def begin(self, manifest: Manifest) -> None:
+        """Make the directory, or go on in it. UserError names what differs from what it was begun with."""
+        if self.exists:
+            before, now = asdict(self.manifest()), asdict(manifest)
+            changed = [f"{name}: {before[name]!r}, now {now[name]!r}" for name in now if before[name] != now[name]]
+            if changed:
+                raise UserError(f"{self.path} was begun with other settings ({'; '.join(changed)}); use another --out")
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path / "manifest.json", json.dumps(asdict(manifest), indent=2))
+
+    def manifest(self) -> Manifest:
+        """What was measured. UserError if the file is not one."""
+        path = self.path / "manifest.json"
+        try:
+            return Manifest(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{path} is no manifest of an evaluation: {error}") from error
+
+    def read(self) -> list[Record]:
+        """All rows, in the order in which they were written."""
+        found: list[Record] = []
+        for file in self._files():
+            with pa.OSFile(str(file)) as source, pa.ipc.open_file(source) as reader:
+                rows: list[dict[str, Any]] = reader.read_all().to_pylist()
+            found += [Record(**row) for row in rows]
+        return found
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Write the next file."""
+        number = len(self._files())
+        path = self.path / f"records-{number:06d}.arrow"
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+            writer.write_table(pa.Table.from_pylist([asdict(record) for record in records], schema=SCHEMA))
+        os.replace(temporary, path)
+
+    def _files(self) -> list[Path]:
+        return sorted(self.path.glob("records-*.arrow"))

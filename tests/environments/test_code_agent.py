@@ -1,0 +1,159 @@
+"""Mending repositories: the twelve tasks, the tools, and what the hidden tests are kept safe from."""
+
+import asyncio
+
+import pytest
+
+from megasao.config.rollout import EnvironmentConfig
+from megasao.environments.code_agent import CodeAgentEnvironment, CodeAgentOptions, hidden_tests_pass
+from megasao.environments.code_tasks import SHIPPED, load_tasks
+from megasao.environments.python_tool import INTERPRETER
+from megasao.environments.registry import make_environment
+from megasao.environments.sandbox import bubblewrap
+from megasao.environments.sandbox.run import Sandbox, SandboxLimits
+from megasao.environments.sandbox.workspace import pack, unpack
+
+try:
+    bubblewrap.require()
+    REASON = None if bubblewrap.Path(INTERPRETER).exists() else f"the system has no {INTERPRETER}"
+except bubblewrap.SandboxUnavailable as error:
+    REASON = str(error)
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+TASKS = {task.name: task for task in load_tasks(SHIPPED)}
+
+
+def packed(*layers):
+    return pack({name: text.encode() for layer in layers for name, text in layer.items()})
+
+
+def passes(task, *layers):
+    sandbox = Sandbox("bubblewrap", SandboxLimits(time_s=30.0))
+    return asyncio.run(hidden_tests_pass(task, packed(*layers), sandbox))
+
+
+def play(*turns, task="bounded_cache", **options):
+    """The results of an episode on one task, and its files at the end."""
+    environment = CodeAgentEnvironment(CodeAgentOptions(**options))
+    places = [(split, index) for split in ("train", "eval") for index in range(12)]
+    place = next(place for place in places if environment.task(*place).name == task)
+    episode = environment.start(environment.prompt(*place), 0)
+
+    async def body():
+        return [await episode.step(turn) for turn in turns]
+
+    return asyncio.run(body()), unpack(episode.workspace)
+
+
+def said(result):
+    return result.messages[0]["content"]
+
+
+def block(kind, text):
+    return f"Now this.\n```{kind}\n{text}\n```<|im_end|>"
+
+
+def test_there_are_twelve_tasks_in_two_splits():
+    environment = make_environment(EnvironmentConfig(name="code_agent"))
+    names = {split: {environment.task(split, index).name for index in range(24)} for split in ("train", "eval")}
+    assert len(TASKS) == 12 and names["train"] | names["eval"] == set(TASKS)
+    assert not names["train"] & names["eval"] and len(names["eval"]) == 3
+    prompt = environment.prompt("train", 0)
+    assert environment.task("train", 0).statement in prompt.messages[0]["content"]
+    assert "unittest" not in prompt.text and "test_hidden" not in prompt.text
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_hidden_tests_fail_on_the_bug_and_pass_on_the_solution(name):
+    task = TASKS[name]
+    assert not passes(task, task.files)
+    assert passes(task, task.files, task.solution)
+
+
+def test_a_repository_is_mended_with_shell_and_editor_and_handed_in():
+    mended = TASKS["bounded_cache"].solution["cache.py"]
+    results, files = play(
+        block("bash", "ls; grep -n get cache.py"),
+        block("replace cache.py", "self.nothing\n=======\nself.entries"),
+        block("replace cache.py", "        return self.entries.get(key, default)\n=======\n        return None"),
+        block("bash", "python3 -c 'import cache; print(cache.BoundedCache(1).get(1, 2))'; touch new"),
+        block("write cache.py", mended.rstrip("\n")),
+        "I am done.<|im_end|>",
+    )
+    assert "cache.py" in said(results[0]) and "def get" in said(results[0])
+    assert "error: the old text must be in cache.py once" in said(results[1])
+    assert said(results[2]) == "done" and said(results[3]) == "```output\nNone\n```" and said(results[4]) == "done"
+    assert [result.done for result in results] == [False] * 5 + [True] and results[-1].reward == 1.0
+    assert set(files) == {"cache.py", "new"}
+    assert results[1].metrics == {"edits": 1.0, "edit_errors": 1.0}
+    assert results[0].metrics == {"commands": 1.0, "command_errors": 0.0}
+
+
+def test_work_that_is_not_mended_earns_nothing():
+    results, _ = play(block("bash", "exit 3"), "Done.")
+    assert results[0].metrics["command_errors"] == 1.0 and results[1].reward == 0.0 and results[1].done
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "echo 'import unittest' > test_hidden.py",
+        "mkdir unittest; echo 'raise SystemExit(0)' > unittest/__init__.py",
+        "echo 'import sys; sys.exit(0)' >> cache.py",
+        "echo 'import os; os._exit(0)' >> cache.py",
+        "echo 'import os; os._exit(0)' > sitecustomize.py; echo 'print(1)' > run_hidden_tests.py",
+    ],
+)
+def test_tampering_with_the_tests_does_not_pass_them(attempt):
+    results, _ = play(block("bash", attempt), "Done.")
+    assert results[-1].reward == 0.0
+
+
+def test_the_hidden_tests_are_nowhere_while_the_model_works():
+    results, _ = play(block("bash", "ls -a . /tmp; cat test_hidden.py; grep -rl BoundedCache /workspace /tmp"))
+    assert "No such file" in said(results[0]) and "Tests" not in said(results[0])
+    assert "/workspace/cache.py" in said(results[0])
+
+
+@pytest.mark.parametrize("path", ["../x", "/usr/x", ""])
+def test_edits_stay_in_the_workspace(path):
+    results, files = play(block(f"write {path}", "x"), block("replace absent.py", "a\n=======\nb"))
+    assert "is no file in the workspace" in said(results[0]) and "there is no file absent.py" in said(results[1])
+    assert set(files) == {"cache.py"}
+
+
+def test_demonstrations_mend_the_repository():
+    environment = CodeAgentEnvironment(CodeAgentOptions(chat=False, stop="<|im_end|>"))
+    turns = environment.demonstration(2, 0)
+    task = environment.task("train", 2)
+    actions = [turn.text for turn in turns if turn.is_action]
+    results, _ = play(*actions, task=task.name, chat=False)
+    assert results[-1].reward == 1.0 and [result.observation for result in results[:-1]] == ["\ndone\n"] * (
+        len(actions) - 1
+    )
+    with pytest.raises(ValueError, match="needs plain prompts"):
+        CodeAgentEnvironment().demonstration(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1", "expected exactly the keys"),
+        ("[", "while parsing"),
+        ("{statement: '', files: {a: b}, tests: {a: b}, solution: {a: b}}", "statement: expected text"),
+        ("{statement: s, files: {}, tests: {a: b}, solution: {a: b}}", "files: expected at least one"),
+        ("{statement: s, files: {../a: b}, tests: {a: b}, solution: {a: b}}", "files: expected relative names"),
+    ],
+)
+def test_tasks_that_are_none_are_named(tmp_path, text, message):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ValueError, match=rf"environment\.options\.tasks: .*bad\.yaml(.|\n)*{message}"):
+        make_environment(EnvironmentConfig(name="code_agent", options={"tasks": str(tmp_path)}))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"), [({"sandbox": "x"}, "sandbox"), ({"time_s": 0.0}, "time_s"), ({"tasks": "absent"}, "tasks")]
+)
+def test_options_that_cannot_be_are_refused_by_name(options, named):
+    with pytest.raises(ValueError, match=rf"environment\.options\.{named}"):
+        make_environment(EnvironmentConfig(name="code_agent", options=options))

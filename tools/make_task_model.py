@@ -1,0 +1,64 @@
+"""Write a tiny random Qwen3-MoE checkpoint whose vocabulary is that of a config's task, at the config's ``model.path``.
+
+    python tools/make_task_model.py CONFIG [CHANGE ...] [--seed 0] [--hidden 128] [--layers 2] [--experts 8]
+
+A token is a tag, a word with the space before it, a digit, or any other character, as they occur in the first problems
+and demonstrations of the task. A problem with a word that did not occur is an error when it comes up, so draw enough.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasao.config.load import load_config
+from megasao.environments.base import Environment
+from megasao.environments.registry import make_environment
+from megasao.studies.tiny_model import SPECIAL, write_model, write_tokenizer
+
+PIECES = r"<[^<>]*>| ?[A-Za-z]+| ?[0-9]|[\s\S]"
+DRAWS = 3000
+ALIGNMENT = 8
+"""The vocabulary's size is a multiple of this, so that it can be split over ranks."""
+
+
+def vocabulary(environment: Environment) -> list[str]:
+    """Every piece of the task's text, after the special tokens, in order of first appearance."""
+    texts = list(environment.stop_strings) + [f"{space}{digit}" for space in ("", " ") for digit in range(10)]
+    for index in range(DRAWS):
+        texts += [environment.prompt(split, index).text for split in ("train", "eval")]
+        texts += [turn.text for turn in environment.demonstration(index, 0)]
+    found = dict.fromkeys(piece for text in texts for piece in re.findall(PIECES, text))
+    return [*SPECIAL, *found]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, help="config file")
+    parser.add_argument("changes", nargs="*", help="changes to it, key.path=value")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size")
+    parser.add_argument("--layers", type=int, default=2, help="transformer layers")
+    parser.add_argument("--experts", type=int, default=8, help="routed experts (2 are used for each token); 0: dense")
+    given = parser.parse_args(arguments)
+    config = load_config(given.config, given.changes)
+    out = Path(config.model.path)
+    out.mkdir(parents=True, exist_ok=True)
+    tokens = vocabulary(make_environment(config.environment))
+    tokens += [f"<reserved{number}>" for number in range(-len(tokens) % ALIGNMENT)]
+    write_tokenizer(out, tokens, PIECES)
+    write_model(
+        out,
+        seed=given.seed,
+        hidden=given.hidden,
+        layers=given.layers,
+        experts=given.experts,
+        moe_hidden=96,
+        vocabulary_size=len(tokens),
+    )
+    print(f"{out}: {len(tokens)} tokens")
+
+
+if __name__ == "__main__":
+    main()
