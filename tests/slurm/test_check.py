@@ -54,7 +54,7 @@ def test_a_good_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_bad_node_says_why_and_still_reports(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
     run = ask(tmp_path, dataclasses.replace(GOOD, **changes))  # type: ignore[arg-type]
-    assert [reason in problem for problem in check_node(run, 0).problems] == [True]
+    assert [reason in problem for problem in check_node(run, 1).problems] == [True]
     assert len(read_reports(run, "abc")) == 1
 
 

@@ -86,9 +86,10 @@ def test_a_job_that_is_preempted_goes_on_and_ends_alike(
 
     assert batches(job) == batches(whole)
     for ours, theirs in zip(job.steps, whole.steps, strict=True):
-        assert results(ours) == pytest.approx(results(theirs), rel=2e-3, abs=2e-5)
-    assert distance(job, whole) < 2e-4
-    assert distance(job, whole, step=0) > 1e-3, "the bound would accept a run that was not resumed"
+        assert results(ours) == pytest.approx(results(theirs), rel=1e-3, abs=1e-5)
+    assert results(job.steps[-1]) != pytest.approx(results(whole.steps[-2]), rel=1e-3, abs=1e-5), "any step would do"
+    trained = distance(job.run.final_policy, model)
+    assert trained > 1e-4 and distance(job.run.final_policy, whole.run.final_policy) < 0.01 * trained
 
 
 def batches(job: jobs.Job) -> dict[int, set[int]]:
@@ -106,13 +107,12 @@ def results(line: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in line.items() if name.startswith(kept) and value is not None}
 
 
-def distance(job: jobs.Job, other: jobs.Job, step: int | None = None) -> float:
-    """Largest difference of the final policies' weights; with ``step`` 0 that between the first and the last policy."""
-    model = Path(load_config(job.run.config).model.path)
-    one, two = job.run.final_policy, model if step == 0 else other.run.final_policy
-    mine, theirs = (load_file(next(directory.glob("*.safetensors"))) for directory in (one, two))
+def distance(one: Path, other: Path) -> float:
+    """Mean absolute difference of two checkpoints' weights."""
+    mine, theirs = (load_file(next(directory.glob("*.safetensors"))) for directory in (one, other))
     assert mine.keys() == theirs.keys()
-    return max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+    differences = [(mine[name] - theirs[name]).abs().flatten() for name in mine]
+    return float(torch.cat(differences).mean())
 
 
 def test_a_dead_node_requeues_the_job_and_scancel_leaves_nothing(cluster: Cluster, model: Path, tmp_path: Path) -> None:
