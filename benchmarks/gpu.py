@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from megasao.ops.extension import load_extension
-from megasao.ops.reference import STATS, dis_loss_reference, gae_reference
+from megasao.ops.logprobs import chunked_logprobs
+from megasao.ops.reference import (
+    DIS_STATS,
+    PPO_STATS,
+    SIDES,
+    dis_loss_reference,
+    gae_reference,
+    ppo_clip_loss_reference,
+    response_loss_reference,
+    response_sums_reference,
+)
 
 EDGES = (math.log(0.2), math.log(4.0))
 
@@ -29,7 +39,7 @@ def gae_inputs(lengths: list[int], dtype: torch.dtype = torch.float32) -> list[T
     return [rewards, values, mask, bounds, lam, torch.randn(len(lengths), dtype=torch.float64)]
 
 
-def dis_inputs(tokens: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def policy_inputs(tokens: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """On the CPU: log-ratios inside and outside the band, NaN at observations."""
     mask = torch.rand(tokens) < 0.7
     rollout = -torch.rand(tokens)
@@ -51,16 +61,65 @@ def verify(tokens: int) -> None:
                 for one, other in zip(got, expected, strict=True):
                     torch.testing.assert_close(one.cpu(), other, **close)
         for size in (1, 7, 2048, tokens):
-            case = dis_inputs(size, dtype)
-            leaf = case[0].clone().requires_grad_()
-            loss, stats = dis_loss_reference(leaf, *case[1:], eps_low=0.8, eps_high=3.0, denominator=7.0)
-            loss.backward()
-            arguments = (*(tensor.cuda() for tensor in case), torch.tensor(7.0, dtype=torch.float64, device="cuda"))
-            got, again = (torch.ops.megasao.dis(*arguments, *EDGES) for _ in range(2))
-            expected_stats = torch.stack([stats[name] for name in STATS])
-            for one, other in zip(got, (loss.detach(), leaf.grad, expected_stats), strict=True):
-                torch.testing.assert_close(one.cpu(), other, **close)
-            assert all(torch.equal(one, two) for one, two in zip(got, again, strict=True)), "not reproducible"
+            verify_losses(policy_inputs(size, dtype), close)
+        for lengths in shapes:
+            verify_responses(policy_inputs(sum(lengths), dtype), lengths, close)
+    verify_logprobs()
+
+
+def divisor() -> Tensor:
+    """The denominator of the verification."""
+    return torch.tensor(7.0, dtype=torch.float64, device="cuda")
+
+
+def compare(name: str, arguments: list[object], expected: list[Tensor], close: dict[str, float]) -> None:
+    """The operator ``name`` gives ``expected``, twice the same bits."""
+    operator = getattr(torch.ops.megasao, name)
+    got, again = (operator(*arguments) for _ in range(2))
+    got, again = ([results] if isinstance(results, Tensor) else list(results) for results in (got, again))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other.detach(), **close)
+    assert all(torch.equal(one, two) for one, two in zip(got, again, strict=True)), f"{name} is not reproducible"
+
+
+def verify_losses(case: list[Tensor], close: dict[str, float]) -> None:
+    """DIS and PPO's clip with gradients and statistics."""
+    ppo = {"eps_low": 0.2, "eps_high": 0.3, "dual_clip": 2.0}
+    for name, run, options, numbers, names in (
+        ("dis", dis_loss_reference, {"eps_low": 0.8, "eps_high": 3.0}, EDGES, DIS_STATS),
+        ("ppo_clip", ppo_clip_loss_reference, ppo, (0.8, 1.3, 2.0), PPO_STATS),
+    ):
+        leaf = case[0].clone().requires_grad_()
+        loss, stats = run(leaf, *case[1:], **options, denominator=7.0)
+        loss.backward()
+        zero = torch.zeros((), dtype=torch.float64)
+        expected = [loss, leaf.grad, torch.stack([stats.get(key, zero) for key in names])]
+        compare(name, [*(tensor.cuda() for tensor in case), divisor(), *numbers], expected, close)
+
+
+def verify_responses(case: list[Tensor], lengths: list[int], close: dict[str, float]) -> None:
+    """The sums of responses, and a loss that weighs them."""
+    logprobs, _, advantages, mask = case
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    weights = torch.rand(len(lengths), dtype=torch.float64)
+    on_gpu = [tensor.cuda() for tensor in (logprobs, advantages, mask, bounds)]
+    sums = response_sums_reference(logprobs, advantages, mask, bounds)
+    compare("response_sums", on_gpu, [sums], close)
+    leaf = logprobs.clone().requires_grad_()
+    row = (leaf, advantages, mask, bounds)
+    loss, sides = response_loss_reference(*row, weights=weights, alpha=0.2, denominator=7.0)
+    loss.backward()
+    expected = [loss, leaf.grad, torch.stack([sides[key] for key in SIDES])]
+    compare("response_loss", [*on_gpu, weights.cuda(), divisor(), 0.2], expected, close)
+
+
+def verify_logprobs() -> None:
+    """bfloat16 logits are float32 sums: close to float64 ones of the same inputs."""
+    hidden, weight = torch.randn(100, 64).bfloat16(), torch.randn(1000, 64).bfloat16()
+    targets = torch.randint(1000, (100,))
+    got, _ = chunked_logprobs(hidden.cuda(), weight.cuda(), targets.cuda(), chunk=7)
+    expected, _ = chunked_logprobs(hidden.double(), weight.double(), targets)
+    torch.testing.assert_close(got.cpu(), expected.float(), rtol=1e-4, atol=1e-4)
 
 
 def microseconds(run: Callable[[], object], repeats: int = 50) -> float:
@@ -91,11 +150,23 @@ def measure(sizes: list[int]) -> dict[str, dict[str, float]]:
             out = [torch.empty_like(case[0]) for _ in range(2)]
             taken = microseconds(lambda case=case, out=out: torch.ops.megasao.gae_out(*case, 1.0, *out))
             table[f"gae {tokens} {name}"] = {"us": taken, "gb_s": 17 * sum(lengths) / taken / 1e3}
-        case = [*(tensor.cuda() for tensor in dis_inputs(tokens))]
+        case = [tensor.cuda() for tensor in policy_inputs(tokens)]
         case.append(torch.tensor(float(tokens), dtype=torch.float64, device="cuda"))
-        out = [torch.empty_like(tensor) for tensor in torch.ops.megasao.dis(*case, *EDGES)]
-        taken = microseconds(lambda case=case, out=out: torch.ops.megasao.dis_out(*case, *EDGES, *out))
-        table[f"dis {tokens}"] = {"us": taken, "gb_s": 17 * tokens / taken / 1e3}
+        for name, numbers in (("dis", EDGES), ("ppo_clip", (0.8, 1.3, 2.0))):
+            run, into = getattr(torch.ops.megasao, name), getattr(torch.ops.megasao, f"{name}_out")
+            out = [torch.empty_like(tensor) for tensor in run(*case, *numbers)]
+            taken = microseconds(lambda case=case, n=numbers, out=out, into=into: into(*case, *n, *out))
+            table[f"{name} {tokens}"] = {"us": taken, "gb_s": 17 * tokens / taken / 1e3}
+        lengths = [4096] * (tokens // 4096)
+        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
+        row = [tensor[: sum(lengths)].clone() for tensor in (case[0], case[2], case[3])] + [bounds]
+        weights = torch.ones(len(lengths), dtype=torch.float64, device="cuda")
+        taken = microseconds(lambda row=row: torch.ops.megasao.response_sums(*row))
+        table[f"response_sums {tokens}"] = {"us": taken, "gb_s": 9 * sum(lengths) / taken / 1e3}
+        taken = microseconds(
+            lambda row=row, weights=weights, last=case[-1]: torch.ops.megasao.response_loss(*row, weights, last, 0.2)
+        )
+        table[f"response_loss {tokens}"] = {"us": taken, "gb_s": 13 * sum(lengths) / taken / 1e3}
     for row in table.values():
         row["of_copy"] = row["gb_s"] / peak
     return table

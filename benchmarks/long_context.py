@@ -9,14 +9,12 @@ grows with the tokens: 1.0 is linear. A [T, T] matrix of scores would be 4 T^2 b
 
 import argparse
 import json
-import os
 import resource
-import socket
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from ranks import run_ranks
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -90,19 +88,7 @@ def measure(model: Path, variant: str, tokens: int) -> float:
 def largest(model: Path, variant: str, tokens: int) -> float:
     """The most that any rank adds."""
     ranks = VARIANTS[variant].get("parallel", {"ranks": 1})["ranks"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--rank", str(model), variant, str(tokens)]
-    processes = [
-        subprocess.Popen(command, env=os.environ | world | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(ranks)
-    ]
-    answers = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"{variant} at {tokens} tokens failed")
-    return max(float(answer.splitlines()[-1]) for answer in answers)
+    return max(run_ranks(__file__, ranks, ["--rank", str(model), variant, str(tokens)]))
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 #include <cuda_runtime.h>
 
 #include "binding.h"
-#include "cuda/dis.h"
 #include "cuda/gae.h"
+#include "cuda/policy.h"
+#include "cuda/response.h"
 
 // Only a torch with CUDA has this symbol.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
@@ -74,40 +75,112 @@ static void gae_cuda(const GaeArguments& a) {
   check_cuda(cudaGetLastError(), "gae");
 }
 
-template <class T>
-static void dis_cuda(const DisArguments& a) {
+// `tickets` counters that start at zero, and room for `partials` doubles. `memory` owns both.
+static Scratch reduction_scratch(const Tensor& like, int64_t tickets, int64_t partials, cudaStream_t stream,
+                                 Tensor& memory) {
+  const int64_t flags = (tickets + 1) / 2;
+  memory = scratch_of(like, flags + partials);
+  double* base = memory.mutable_data_ptr<double>();
+  check_cuda(cudaMemsetAsync(base, 0, flags * sizeof(double), stream), "cudaMemsetAsync");
+  return {reinterpret_cast<unsigned*>(base), base + flags};
+}
+
+template <class T, class Rule>
+static void policy_cuda(const PolicyArguments& a, Rule rule) {
+  constexpr int64_t most = 1024;
   const int64_t tiles = (a.tokens() + kTile - 1) / kTile;
-  const unsigned blocks = unsigned(tiles < 1 ? 1 : tiles < kMaxBlocks ? tiles : kMaxBlocks);
+  const unsigned blocks = unsigned(tiles < 1 ? 1 : tiles < most ? tiles : most);
   for (const auto& [tensor, name] : {std::pair{&a.logprobs, "logprobs"}, {&a.rollout_logprobs, "rollout_logprobs"},
                                      {&a.advantages, "advantages"}, {&a.action_mask, "action_mask"},
                                      {&a.coefficient, "coefficient"}})
     check_aligned(*tensor, name);
   const OnDevice on(a.logprobs);
-  Tensor memory = scratch_of(a.logprobs, 1 + int64_t(blocks) * kSums);
-  double* base = memory.mutable_data_ptr<double>();
-  check_cuda(cudaMemsetAsync(base, 0, sizeof(double), on.stream), "cudaMemsetAsync");
-  const DisProblem<T> problem = {a.logprobs.const_data_ptr<T>(),
-                                 a.rollout_logprobs.const_data_ptr<T>(),
-                                 a.advantages.const_data_ptr<T>(),
-                                 static_cast<const uint8_t*>(a.action_mask.data_ptr()),
-                                 a.denominator.const_data_ptr<double>(),
-                                 {T(a.lower), T(a.upper)},
-                                 a.tokens(),
-                                 a.loss.mutable_data_ptr<T>(),
-                                 a.coefficient.mutable_data_ptr<T>(),
-                                 a.stats.mutable_data_ptr<double>()};
-  dis_kernel<T><<<blocks, kThreads, 0, on.stream>>>(problem, {reinterpret_cast<unsigned*>(base), base + 1});
-  check_cuda(cudaGetLastError(), "dis");
+  Tensor memory;
+  const Scratch scratch = reduction_scratch(a.logprobs, 1, int64_t(blocks) * kStats, on.stream, memory);
+  const PolicyProblem<T> problem = {a.logprobs.const_data_ptr<T>(),
+                                    a.rollout_logprobs.const_data_ptr<T>(),
+                                    a.advantages.const_data_ptr<T>(),
+                                    static_cast<const uint8_t*>(a.action_mask.data_ptr()),
+                                    a.denominator.const_data_ptr<double>(),
+                                    a.tokens(),
+                                    a.loss.mutable_data_ptr<T>(),
+                                    a.coefficient.mutable_data_ptr<T>(),
+                                    a.stats.mutable_data_ptr<double>()};
+  policy_kernel<T, Rule><<<blocks, kThreads, 0, on.stream>>>(problem, rule, scratch);
+  check_cuda(cudaGetLastError(), "policy loss");
 }
 
-static void run_gae_cuda(const GaeArguments& a) {
-  a.rewards.scalar_type() == ScalarType::Float ? gae_cuda<float>(a) : gae_cuda<double>(a);
+// Enough blocks for each response at their mean length, and enough in all for the whole device.
+template <class T>
+static ResponseProblem<T> response_problem(const ResponseArguments& a) {
+  constexpr int64_t most = 64, device = 512;
+  for (const auto& [tensor, name] : {std::pair{&a.logprobs, "logprobs"}, {&a.advantages, "advantages"},
+                                     {&a.action_mask, "action_mask"}})
+    check_aligned(*tensor, name);
+  const int64_t sequences = a.sequences(), even = 1 + a.tokens() / (sequences * kTile), fill = device / sequences;
+  const int64_t parts = even > fill ? even : fill;
+  return {a.logprobs.const_data_ptr<T>(),
+          a.advantages.const_data_ptr<T>(),
+          static_cast<const uint8_t*>(a.action_mask.data_ptr()),
+          a.cu_seqlens.const_data_ptr<int32_t>(),
+          a.tokens(),
+          sequences,
+          unsigned(parts < most ? parts : most)};
 }
 
-static void run_dis_cuda(const DisArguments& a) {
-  a.logprobs.scalar_type() == ScalarType::Float ? dis_cuda<float>(a) : dis_cuda<double>(a);
+template <class T>
+static void response_sums_cuda(const ResponseArguments& a) {
+  if (a.sequences() == 0) return;
+  const ResponseProblem<T> problem = response_problem<T>(a);
+  const OnDevice on(a.logprobs);
+  const int64_t blocks = problem.sequences * problem.parts;
+  Tensor memory;
+  const Scratch scratch =
+      reduction_scratch(a.logprobs, problem.sequences, blocks * kResponseSums, on.stream, memory);
+  double* sums = a.sums->mutable_data_ptr<double>();
+  response_sums_kernel<T><<<unsigned(blocks), kThreads, 0, on.stream>>>(problem, sums, scratch);
+  check_cuda(cudaGetLastError(), "response_sums");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(megasao, CUDA, library) { Operators<run_gae_cuda, run_dis_cuda>::register_all(library); }
+template <class T>
+static void response_loss_cuda(const ResponseArguments& a) {
+  check_aligned(*a.coefficient, "coefficient");
+  const OnDevice on(a.logprobs);
+  double* sides = a.sides->mutable_data_ptr<double>();
+  T* loss = a.loss->mutable_data_ptr<T>();
+  if (a.sequences() == 0) {
+    check_cuda(cudaMemsetAsync(sides, 0, 2 * sizeof *sides, on.stream), "cudaMemsetAsync");
+    check_cuda(cudaMemsetAsync(loss, 0, sizeof *loss, on.stream), "cudaMemsetAsync");
+    return;
+  }
+  const ResponseProblem<T> problem = response_problem<T>(a);
+  const int64_t blocks = problem.sequences * problem.parts;
+  Tensor memory;
+  const Scratch scratch = reduction_scratch(a.logprobs, 1, 2 * blocks, on.stream, memory);
+  const ResponseLosses<T> losses = {a.weights->const_data_ptr<double>(), a.denominator->const_data_ptr<double>(),
+                                    a.alpha, loss, a.coefficient->mutable_data_ptr<T>(), sides};
+  response_loss_kernel<T><<<unsigned(blocks), kThreads, 0, on.stream>>>(problem, losses, scratch);
+  check_cuda(cudaGetLastError(), "response_loss");
+}
+
+static bool is_float(const Tensor& tensor) { return tensor.scalar_type() == ScalarType::Float; }
+
+static constexpr Kernel kCuda = {
+    [](const GaeArguments& a) { is_float(a.rewards) ? gae_cuda<float>(a) : gae_cuda<double>(a); },
+    [](const PolicyArguments& a) {
+      is_float(a.logprobs) ? policy_cuda<float>(a, a.dis_rule<float>()) : policy_cuda<double>(a, a.dis_rule<double>());
+    },
+    [](const PolicyArguments& a) {
+      is_float(a.logprobs) ? policy_cuda<float>(a, a.ppo_rule<float>()) : policy_cuda<double>(a, a.ppo_rule<double>());
+    },
+    [](const ResponseArguments& a) {
+      is_float(a.logprobs) ? response_sums_cuda<float>(a) : response_sums_cuda<double>(a);
+    },
+    [](const ResponseArguments& a) {
+      is_float(a.logprobs) ? response_loss_cuda<float>(a) : response_loss_cuda<double>(a);
+    },
+};
+
+STABLE_TORCH_LIBRARY_IMPL(megasao, CUDA, library) { Operators<kCuda>::register_all(library); }
 
 }  // namespace megasao

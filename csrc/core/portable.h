@@ -4,9 +4,11 @@
 #include <cstring>
 
 #if defined(__CUDACC__)
-#define MEGASAO_FN static __host__ __device__ __forceinline__
+#define MEGASAO_MEMBER __host__ __device__ __forceinline__
+#define MEGASAO_FN static MEGASAO_MEMBER
 #else
-#define MEGASAO_FN [[maybe_unused]] static inline __attribute__((always_inline))
+#define MEGASAO_MEMBER inline __attribute__((always_inline))
+#define MEGASAO_FN [[maybe_unused]] static MEGASAO_MEMBER
 #endif
 
 namespace megasao {

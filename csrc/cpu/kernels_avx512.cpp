@@ -7,7 +7,7 @@
 #include <immintrin.h>
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-#define MEGASAO_COMPRESS 1
+#define MEGASAO_AVX512 1
 #define MEGASAO_ISA avx512
 #include "body.inc"
 

@@ -1,8 +1,9 @@
 // The CUDA kernels under the emulator, against plain loops, with exact-size buffers: run under ASan and UBSan.
 #include "emulator.h"
 
-#include "../cuda/dis.h"
 #include "../cuda/gae.h"
+#include "../cuda/policy.h"
+#include "../cuda/response.h"
 
 #include <cmath>
 #include <limits>
@@ -139,25 +140,53 @@ void test_look_back(int tiles, int final_tile, int constant_tile, unsigned seed)
   CHECK(close(got, expected, 1e-12), "look-back over %d tiles: %g, not %g", tiles, got, expected);
 }
 
+// What a token adds, by definition: {weight, loss, low, high, dual}.
+struct Expected {
+  double weight = 0, loss = 0;
+  bool low = false, high = false, dual = false;
+};
+
 template <class T>
-void test_dis(int64_t tokens, double spread, bool garbage, unsigned seed) {
+Expected by_definition(const megasao::DisRule<T>& rule, T log_ratio, double ratio, double advantage, double logprob) {
+  Expected e;
+  e.low = log_ratio <= rule.lower, e.high = log_ratio >= rule.upper;
+  if (!e.low && !e.high) e.weight = ratio * advantage, e.loss = e.weight * logprob;
+  return e;
+}
+
+template <class T>
+Expected by_definition(const megasao::PpoRule<T>& rule, T log_ratio, double ratio, double advantage, double) {
+  Expected e;
+  e.low = advantage < 0 && log_ratio < rule.lower;
+  e.high = advantage > 0 && log_ratio > rule.upper;
+  e.dual = advantage < 0 && log_ratio > rule.limit;
+  e.loss = std::fmin(ratio * advantage, std::fmin(std::fmax(ratio, rule.low), rule.high) * advantage);
+  if (advantage < 0) e.loss = std::fmax(e.loss, rule.dual * advantage);
+  const bool held = log_ratio > 20 || log_ratio < -20;
+  if (!e.low && !e.high && !e.dual && !held) e.weight = ratio * advantage;
+  return e;
+}
+
+template <class T, class Rule>
+void test_policy(const Rule& rule, int64_t tokens, double spread, bool garbage, unsigned seed) {
   ++cases;
   std::mt19937 random(seed);
   std::normal_distribution<double> normal;
   std::uniform_real_distribution<double> uniform;
   Buffer<T> logprobs(tokens), rollout(tokens), advantages(tokens), coefficient(tokens), again(tokens);
   Buffer<uint8_t> mask(tokens);
-  const megasao::Band<T> band = {T(std::log(0.7)), T(std::log(6.0))};
   double denominator = 17;
   for (int64_t t = 0; t < tokens; ++t) {
     mask[t] = uniform(random) < 0.6;
     rollout[t] = T(-3 * uniform(random));
     logprobs[t] = T(double(rollout[t]) + spread * normal(random));
     advantages[t] = T(normal(random));
-    if (t % 97 == 5) logprobs[t] = band.upper, rollout[t] = 0;
-    if (t % 97 == 6) logprobs[t] = band.lower, rollout[t] = 0;
+    if (t % 97 == 5) logprobs[t] = rule.upper, rollout[t] = 0;
+    if (t % 97 == 6) logprobs[t] = rule.lower, rollout[t] = 0;
     if (t % 97 == 7) logprobs[t] = T(-INFINITY);
     if (t % 97 == 8) logprobs[t] = rollout[t] = T(-INFINITY);
+    if (t % 97 == 9) logprobs[t] = 25, rollout[t] = 0;
+    if (t % 97 == 10) advantages[t] = 0;
     if (garbage && !mask[t]) logprobs[t] = advantages[t] = T(kNan);
   }
   Buffer<T> loss(1);
@@ -166,54 +195,120 @@ void test_dis(int64_t tokens, double spread, bool garbage, unsigned seed) {
   const unsigned blocks = unsigned(tiles < 1 ? 1 : tiles < 3 ? tiles : 3);  // fewer blocks than tiles: they stride
   const auto run = [&](T* to, unsigned order) {
     Buffer<unsigned> ticket(1);
-    Buffer<double> partials(size_t(blocks) * megasao::kSums);
+    Buffer<double> partials(size_t(blocks) * megasao::kStats);
     ticket[0] = 0;
     for (size_t i = 0; i < partials.size; ++i) partials[i] = kNan;
-    const megasao::DisProblem<T> problem = {logprobs.data, rollout.data, advantages.data, mask.data, &denominator,
-                                            band,          tokens,       loss.data,       to,        stats.data};
-    emulator::launch(blocks, megasao::kThreads, 2, order,
-                     [&] { megasao::dis_kernel(problem, megasao::DisScratch{ticket.data, partials.data}); });
+    const megasao::PolicyProblem<T> problem = {logprobs.data, rollout.data, advantages.data, mask.data, &denominator,
+                                               tokens,        loss.data,    to,              stats.data};
+    const megasao::Scratch scratch = {ticket.data, partials.data};
+    emulator::launch(blocks, megasao::kThreads, 2, order, [&] { megasao::policy_kernel(problem, rule, scratch); });
   };
   run(coefficient.data, seed);
-  double expected[megasao::kSums] = {};
+  double expected[megasao::kStats] = {};
   const double tolerance = sizeof(T) == 4 ? 1e-5 : 1e-12;
   for (int64_t t = 0; t < tokens; ++t) {
     double weight = 0;
     if (mask[t]) {
-      double* sums = expected + 1;
       const T log_ratio = logprobs[t] - rollout[t];
-      ++sums[megasao::kTokens];
+      ++expected[megasao::kTokens];
       if (std::isnan(log_ratio)) {
-        ++sums[megasao::kInvalid];
+        ++expected[megasao::kInvalid];
       } else {
         const double x = std::fmin(std::fmax(double(log_ratio), -20), 20), ratio = std::exp(x);
-        if (log_ratio <= band.lower)
-          ++sums[megasao::kLow];
-        else if (log_ratio >= band.upper)
-          ++sums[megasao::kHigh];
-        else
-          weight = ratio * double(advantages[t]), expected[0] += weight * double(logprobs[t]);
-        sums[megasao::kRatio] += ratio;
-        sums[megasao::kSquare] += ratio * ratio;
-        sums[megasao::kMagnitude] += std::fabs(x);
-        sums[megasao::kK3] += std::expm1(x) - x;
-        sums[megasao::kRatioMax] = std::fmax(sums[megasao::kRatioMax], ratio);
+        const Expected token = by_definition(rule, log_ratio, ratio, double(advantages[t]), double(logprobs[t]));
+        weight = token.weight;
+        expected[megasao::kLow] += token.low, expected[megasao::kHigh] += token.high;
+        expected[megasao::kDual] += token.dual;
+        expected[advantages[t] < 0 ? megasao::kNegative : megasao::kPositive] -= token.loss / denominator;
+        expected[megasao::kRatio] += ratio;
+        expected[megasao::kSquare] += ratio * ratio;
+        expected[megasao::kMagnitude] += std::fabs(x);
+        expected[megasao::kK3] += std::expm1(x) - x;
+        expected[megasao::kRatioMax] = std::fmax(expected[megasao::kRatioMax], ratio);
       }
     }
-    CHECK(close(coefficient[t], -weight / denominator, tolerance), "dis coefficient at %ld: %g, not %g", long(t),
+    CHECK(close(coefficient[t], -weight / denominator, tolerance), "policy coefficient at %ld: %g, not %g", long(t),
           double(coefficient[t]), -weight / denominator);
   }
-  CHECK(close(loss[0], -expected[0] / denominator, tolerance * 10), "dis loss %g, not %g", double(loss[0]),
-        -expected[0] / denominator);
+  const double total = expected[megasao::kPositive] + expected[megasao::kNegative];
+  CHECK(close(loss[0], total, tolerance * 10), "policy loss %g, not %g", double(loss[0]), total);
   for (int i = 0; i < megasao::kStats; ++i)
-    CHECK(close(stats[i], expected[1 + i], tolerance), "dis statistic %d: %.17g, not %.17g", i, stats[i], expected[1 + i]);
+    CHECK(close(stats[i], expected[i], tolerance * (i < megasao::kPositive ? 1 : 10)),
+          "policy statistic %d: %.17g, not %.17g", i, stats[i], expected[i]);
 
   std::vector<double> first(stats.data, stats.data + megasao::kStats);
   const T first_loss = loss[0];
   run(again.data, seed + 1);
   CHECK(!std::memcmp(first.data(), stats.data, sizeof(double) * megasao::kStats) && first_loss == loss[0],
-        "dis is not bitwise reproducible");
-  CHECK(!tokens || !std::memcmp(again.data, coefficient.data, sizeof(T) * tokens), "dis coefficients differ");
+        "policy is not bitwise reproducible");
+  CHECK(!tokens || !std::memcmp(again.data, coefficient.data, sizeof(T) * tokens), "policy coefficients differ");
+}
+
+template <class T>
+void test_response(const std::vector<int>& lengths, unsigned parts, unsigned seed) {
+  ++cases;
+  std::mt19937 random(seed);
+  std::normal_distribution<double> normal;
+  std::uniform_real_distribution<double> uniform;
+  const int64_t tokens = std::accumulate(lengths.begin(), lengths.end(), 0), sequences = int64_t(lengths.size());
+  Buffer<T> logprobs(tokens), advantages(tokens), coefficient(tokens), loss(1);
+  Buffer<uint8_t> mask(tokens);
+  Buffer<int32_t> bounds(sequences + 1);
+  Buffer<double> weights(sequences), sums(size_t(sequences) * megasao::kResponseSums), sides(2);
+  const double alpha = 0.25, denominator = 11;
+  bounds[0] = 0;
+  for (int64_t b = 0; b < sequences; ++b) bounds[b + 1] = bounds[b] + lengths[b], weights[b] = uniform(random);
+  for (int64_t t = 0; t < tokens; ++t) {
+    mask[t] = uniform(random) < 0.6;
+    logprobs[t] = mask[t] ? T(-3 * uniform(random)) : T(kNan);
+    advantages[t] = mask[t] ? T(t % 11 ? normal(random) : 0) : T(kNan);
+    coefficient[t] = T(kNan);
+  }
+  const megasao::ResponseProblem<T> problem = {logprobs.data, advantages.data, mask.data, bounds.data,
+                                               tokens,        sequences,       parts};
+  const unsigned blocks = unsigned(sequences) * parts;
+  const auto run = [&](unsigned order) {
+    Buffer<unsigned> tickets(sequences), ticket(1);
+    Buffer<double> partials(size_t(blocks) * megasao::kResponseSums), halves(size_t(blocks) * 2);
+    for (int64_t b = 0; b < sequences; ++b) tickets[b] = 0;
+    ticket[0] = 0;
+    for (size_t i = 0; i < partials.size; ++i) partials[i] = kNan;
+    const megasao::Scratch each = {tickets.data, partials.data}, all = {ticket.data, halves.data};
+    const megasao::ResponseLosses<T> losses = {weights.data, &denominator, alpha, loss.data, coefficient.data, sides.data};
+    emulator::launch(blocks, megasao::kThreads, 2, order,
+                     [&] { megasao::response_sums_kernel(problem, sums.data, each); });
+    emulator::launch(blocks, megasao::kThreads, 2, order,
+                     [&] { megasao::response_loss_kernel(problem, losses, all); });
+  };
+  run(seed);
+  const double tolerance = sizeof(T) == 4 ? 1e-6 : 1e-12;
+  double expected_sides[2] = {};
+  for (int64_t b = 0; b < sequences; ++b) {
+    double expected[megasao::kResponseSums] = {};
+    for (int64_t t = bounds[b]; t < bounds[b + 1]; ++t) {
+      double weight = 0;
+      if (mask[t]) {
+        const double advantage = advantages[t];
+        expected[megasao::kNll] -= logprobs[t], ++expected[megasao::kCount];
+        expected[megasao::kAbove] += advantage > 0, expected[megasao::kBelow] += advantage < 0;
+        weight = -(advantage < 0 ? alpha : 1) * advantage * weights[b] / denominator;
+        expected_sides[advantage < 0] += weight * logprobs[t];
+      }
+      CHECK(close(coefficient[t], weight, tolerance), "response coefficient at %ld: %g, not %g", long(t),
+            double(coefficient[t]), weight);
+    }
+    for (int i = 0; i < megasao::kResponseSums; ++i)
+      CHECK(close(sums[i * sequences + b], expected[i], 1e-12), "response sum %d of %ld: %g, not %g", i, long(b),
+            sums[i * sequences + b], expected[i]);
+  }
+  for (int i = 0; i < 2; ++i)
+    CHECK(close(sides[i], expected_sides[i], 1e-12), "response side %d: %g, not %g", i, sides[i], expected_sides[i]);
+  CHECK(close(loss[0], expected_sides[0] + expected_sides[1], tolerance), "response loss %g", double(loss[0]));
+  std::vector<double> first(sums.data, sums.data + sums.size), first_sides(sides.data, sides.data + 2);
+  run(seed + 1);
+  CHECK(!std::memcmp(first.data(), sums.data, sizeof(double) * sums.size) &&
+            !std::memcmp(first_sides.data(), sides.data, 2 * sizeof(double)),
+        "responses are not bitwise reproducible");
 }
 
 template <class T>
@@ -232,9 +327,22 @@ void test_all(unsigned seed) {
   test_gae<T>({std::vector<int>{9000}, 3000, false, 1.0, 0.95}, seed++);
   test_gae<T>({std::vector<int>{5000}, 0, false, 0.5, 0.1}, seed++);  // underflows: the map of a tile is a constant
   test_gae<T>({std::vector<int>{300, 4000}, 4, false, 0.5, 0.0}, seed++);
-  for (int64_t tokens : {0, 1, 7, 8, 2047, 2048, 2049, 9001}) test_dis<T>(tokens, 1.0, tokens % 2 == 1, seed++);
-  test_dis<T>(3000, 1e-3, true, seed++);
-  test_dis<T>(3000, 12, false, seed++);
+  const megasao::DisRule<T> dis = {T(std::log(0.7)), T(std::log(6.0))};
+  const megasao::PpoRule<T> ppo = {T(std::log(0.8)), T(std::log(1.3)), T(std::log(2.0)), T(0.8), T(1.3), T(2.0)};
+  const megasao::PpoRule<T> single = {ppo.lower, ppo.upper, T(INFINITY), T(0.8), T(1.3), T(INFINITY)};
+  for (int64_t tokens : {0, 1, 7, 8, 2047, 2048, 2049, 9001}) {
+    test_policy<T>(dis, tokens, 1.0, tokens % 2 == 1, seed++);
+    test_policy<T>(ppo, tokens, 1.0, tokens % 2 == 1, seed++);
+  }
+  test_policy<T>(dis, 3000, 1e-3, true, seed++);
+  test_policy<T>(dis, 3000, 12, false, seed++);
+  test_policy<T>(single, 3000, 0.3, true, seed++);
+  test_policy<T>(ppo, 3000, 12, false, seed++);
+  for (unsigned parts : {1u, 2u, 5u}) {
+    test_response<T>({1}, parts, seed++);
+    test_response<T>({3, 0, 5, 8, 1, 2048, 17}, parts, seed++);
+    test_response<T>({4100, 2047, 5000}, parts, seed++);
+  }
 }
 
 }  // namespace

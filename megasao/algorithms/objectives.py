@@ -1,7 +1,8 @@
 """Policy objectives, chosen by configuration: typed tensors in, losses of single tokens out. No process groups here.
 
-An objective is one function: ``PolicyInputs`` of a row and its options in, ``TokenLosses`` out. ``Objective`` calls it
-with 0 at masked positions and advantages without gradient, adds the losses up, and measures what is the same for all.
+An objective is one function: ``PolicyInputs`` of a row and its options in, ``TokenLosses`` out. It is called with 0 at
+masked positions and advantages without gradient; adding up, dividing and measuring are done here. One for which
+``megasao.ops`` has an operator of whole rows is a ``row_objective``.
 
 Invariants that the tests assert:
 - the gradient is that of the formula in each docstring, in float64;
@@ -11,14 +12,15 @@ Invariants that the tests assert:
 - no action token at all: loss 0, gradient 0, also when the denominator is 0.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from megasao import ops
 from megasao.config.algorithm import (
     AsympoObjective,
     DisObjective,
@@ -30,8 +32,8 @@ from megasao.config.algorithm import (
 )
 from megasao.ops import dis
 from megasao.ops.checks import check_flat, check_same_floats, clamped_denominator
-from megasao.ops.reference import LOG_RATIO_CLAMP, Stats, dis_token_losses, ratio_stats
-from megasao.ops.response import Responses, response_totals, sequence_of_tokens
+from megasao.ops.reference import Stats, add_up, ratio_stats
+from megasao.ops.response import Responses, RowSums, response_sums, sequence_of_tokens
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,20 @@ class PolicyInputs:
             advantages=torch.where(self.action_mask, self.advantages.detach(), 0.0),
         )
 
-    def log_ratio(self) -> Tensor:
-        """log p - log p_rollout [T], 0 where masked, with gradient. ValueError without ``rollout_logprobs``."""
+    def against_rollout(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The four tensors [T] of an objective with a ratio. ValueError without ``rollout_logprobs``."""
         if self.rollout_logprobs is None:
             raise ValueError("rollout_logprobs: the objective needs them, and the rollout side was not asked for them")
-        return torch.where(self.action_mask, self.logprobs - self.rollout_logprobs, 0.0)
+        return self.logprobs, self.rollout_logprobs, self.advantages, self.action_mask
+
+    @cached_property
+    def sums(self) -> RowSums:
+        """What this row holds of its responses."""
+        return response_sums(self.logprobs, self.advantages, self.action_mask, self.cu_seqlens)
 
     def totals(self) -> Responses:
         """Totals of the whole responses."""
-        if self.responses is not None:
-            return self.responses
-        return response_totals(self.logprobs, self.action_mask, self.cu_seqlens.to(self.logprobs.device))
+        return self.sums.totals if self.responses is None else self.responses
 
     def per_token(self, per_response: Tensor) -> Tensor:
         """A number of each response [B] at each of its tokens [T]."""
@@ -89,71 +94,85 @@ class PolicyInputs:
 @dataclass(frozen=True)
 class TokenLosses:
     """``losses`` [T] to be minimised, 0 where masked, undivided; ``kept`` bool [T], the action tokens that may carry
-    gradient (None: all of them); ``shares``: bool [T] each, reported as shares of the action tokens; ``stats``: sums
-    that ``megasao.ops.dis.summarize`` knows."""
+    gradient (None: all of them); ``shares``: bool [T] each, reported as shares of the action tokens."""
 
     losses: Tensor
     kept: Tensor | None = None
     shares: dict[str, Tensor] = field(default_factory=dict)
-    stats: Stats = field(default_factory=dict)
 
 
 Options = TypeVar("Options", bound=ObjectiveOptions)
 LossFunction = Callable[[PolicyInputs, Any], TokenLosses]
-_FUNCTIONS: dict[type[ObjectiveOptions], LossFunction] = {}
+RowFunction = Callable[[PolicyInputs, Any, Tensor | float], tuple[Tensor, Stats]]
+"""Inputs as they come, options and denominator in; (divided loss 0-d, sums behind its statistics, among them
+``positive_loss`` and ``negative_loss``) out."""
+KeptFunction = Callable[[PolicyInputs, Any], Tensor | None]
+_FUNCTIONS: dict[type[ObjectiveOptions], tuple[RowFunction, KeptFunction]] = {}
 
 
 def objective(options: type[Options]) -> Callable[[LossFunction], LossFunction]:
     """Decorator: this function is the objective that a section of type ``options`` configures."""
 
     def register(function: LossFunction) -> LossFunction:
-        _FUNCTIONS[options] = function
+        def row(inputs: PolicyInputs, options: Any, denominator: Tensor | float) -> tuple[Tensor, Stats]:
+            inputs = inputs.clean()
+            parts = function(inputs, options)
+            loss, sides = add_up(parts.losses, inputs.advantages, clamped_denominator(denominator, inputs.logprobs))
+            shares = {
+                f"share/{name}": (inputs.action_mask & flags).sum(dtype=torch.float64)
+                for name, flags in parts.shares.items()
+            }
+            return loss.to(inputs.logprobs.dtype), {**_ratio_stats(inputs), **shares, **sides}
+
+        _FUNCTIONS[options] = row, lambda inputs, options: function(inputs.clean(), options).kept
         return function
 
     return register
 
 
-@objective(DisObjective)
-def dis_objective(inputs: PolicyInputs, options: DisObjective) -> TokenLosses:
+def row_objective(options: type[Options], kept: KeptFunction) -> Callable[[RowFunction], RowFunction]:
+    """Decorator: the same for an operator of whole rows, which deals with masked positions by itself.
+
+    ``kept`` gives the action tokens that may carry gradient, bool [T]; None: all of them.
+    """
+
+    def register(function: RowFunction) -> RowFunction:
+        _FUNCTIONS[options] = function, kept
+        return function
+
+    return register
+
+
+def _inside_band(inputs: PolicyInputs, options: DisObjective) -> Tensor:
+    logprobs, rollout, _, mask = inputs.against_rollout()
+    return ops.accepted_tokens(logprobs, rollout, mask, eps_low=options.eps_low, eps_high=options.eps_high)
+
+
+@row_objective(DisObjective, kept=_inside_band)
+def dis_objective(inputs: PolicyInputs, options: DisObjective, denominator: Tensor | float) -> tuple[Tensor, Stats]:
     """-f(r) A log p with r = exp(log p - log p_rollout); f(r) = r inside the band, else 0, without gradient.
 
     SAO (arXiv 2607.07508), section on DIS; see ``megasao.ops.dis``. Divide by tokens. ValueError without
     ``rollout_logprobs``.
     """
-    inputs.log_ratio()
-    assert inputs.rollout_logprobs is not None
-    losses, accepted, stats = dis_token_losses(
-        inputs.logprobs,
-        inputs.rollout_logprobs,
-        inputs.advantages,
-        inputs.action_mask,
-        eps_low=options.eps_low,
-        eps_high=options.eps_high,
-    )
-    return TokenLosses(losses, kept=accepted, stats=stats)
+    return ops.dis_loss(*inputs.against_rollout(), **options.model_dump(exclude={"name"}), denominator=denominator)
 
 
-@objective(PpoClipObjective)
-def ppo_clip_objective(inputs: PolicyInputs, options: PpoClipObjective) -> TokenLosses:
+def _unclipped(inputs: PolicyInputs, options: PpoClipObjective) -> Tensor:
+    return ops.unclipped_tokens(*inputs.against_rollout(), **options.model_dump(exclude={"name"}))
+
+
+@row_objective(PpoClipObjective, kept=_unclipped)
+def ppo_clip_objective(
+    inputs: PolicyInputs, options: PpoClipObjective, denominator: Tensor | float
+) -> tuple[Tensor, Stats]:
     """-min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) with r = exp(log p - log p_rollout), token by token.
 
     With ``dual_clip`` = c, where A < 0 it is -max(that minimum, c A). The objective of GRPO and VAPO in the papers'
-    comparisons (arXiv 2607.07508, 2606.03070). Decided in log space. Beyond |log r| = 20 the ratio counts as constant,
-    and a NaN ratio as clipped. Divide by tokens. ValueError without ``rollout_logprobs``.
+    comparisons (arXiv 2607.07508, 2606.03070); see ``megasao.ops.ppo``. Divide by tokens. ValueError without
+    ``rollout_logprobs``.
     """
-    log_ratio, advantages = inputs.log_ratio(), inputs.advantages
-    fixed = log_ratio.detach()
-    low = (advantages < 0) & (fixed < math.log(1 - options.eps_low))
-    high = (advantages > 0) & (fixed > math.log(1 + options.eps_high))
-    limit = math.inf if options.dual_clip is None else math.log(options.dual_clip)
-    dual = (advantages < 0) & (fixed > limit)
-    invalid = inputs.action_mask & torch.isnan(fixed)
-    free = inputs.action_mask & ~(low | high | dual | invalid)
-    ratio = torch.where(free, log_ratio, 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    for clipped, bound in ((low, 1 - options.eps_low), (high, 1 + options.eps_high), (dual, options.dual_clip or 0.0)):
-        ratio = torch.where(clipped, bound, ratio)
-    losses = torch.where(invalid, 0.0, -ratio * advantages)
-    return TokenLosses(losses, kept=free, shares={"clipped_low": low, "clipped_high": high, "clipped_dual": dual})
+    return ops.ppo_clip_loss(*inputs.against_rollout(), **options.model_dump(exclude={"name"}), denominator=denominator)
 
 
 @objective(GpgObjective)
@@ -162,37 +181,52 @@ def gpg_objective(inputs: PolicyInputs, options: GpgObjective) -> TokenLosses:
     return TokenLosses(-inputs.logprobs * inputs.advantages)
 
 
-@objective(NaiveObjective)
-def naive_objective(inputs: PolicyInputs, options: NaiveObjective) -> TokenLosses:
+def _all(inputs: PolicyInputs, options: ObjectiveOptions) -> None:
+    """Every action token carries gradient."""
+
+
+@row_objective(NaiveObjective, kept=_all)
+def naive_objective(inputs: PolicyInputs, options: NaiveObjective, denominator: Tensor | float) -> tuple[Tensor, Stats]:
     """-A log p / m, m the action tokens of the whole response: (1/G) sum_g A_g S_g when divided by responses.
 
     arXiv 2606.03070, the naive group-relative loss; S_g is the mean token NLL, nats.
     """
-    return _response_losses(inputs, inputs.advantages)
+    return _response_loss(inputs, denominator)
 
 
-@objective(SpoObjective)
-def spo_objective(inputs: PolicyInputs, options: SpoObjective) -> TokenLosses:
+@row_objective(SpoObjective, kept=_all)
+def spo_objective(inputs: PolicyInputs, options: SpoObjective, denominator: Tensor | float) -> tuple[Tensor, Stats]:
     """The naive loss with A replaced by alpha A where A < 0 (arXiv 2606.03070, SPO). Divide by responses."""
-    scaled = torch.where(inputs.advantages < 0, options.alpha * inputs.advantages, inputs.advantages)
-    return _response_losses(inputs, scaled)
+    return _response_loss(inputs, denominator, alpha=options.alpha)
 
 
-@objective(AsympoObjective)
-def asympo_objective(inputs: PolicyInputs, options: AsympoObjective) -> TokenLosses:
+@row_objective(AsympoObjective, kept=_all)
+def asympo_objective(
+    inputs: PolicyInputs, options: AsympoObjective, denominator: Tensor | float
+) -> tuple[Tensor, Stats]:
     """A S_g / sg(max(S_g, floor)), token by token: -A log p / (m max(S_g, floor)), the divisor without gradient.
 
     arXiv 2606.03070, ASymPO. With sum A = 0 over a group and no S below the floor (nats) the loss VALUE is 0 and the
     gradient is not. S_g is that of the whole response. Divide by responses.
     """
-    scale = inputs.totals().mean_nll.clamp_min(options.floor)
-    return _response_losses(inputs, inputs.advantages / inputs.per_token(scale))
+    return _response_loss(inputs, denominator, scale=inputs.totals().mean_nll.clamp_min(options.floor))
 
 
-def _response_losses(inputs: PolicyInputs, weights: Tensor) -> TokenLosses:
-    """``weights`` [T] times token NLL over the action tokens of the whole response."""
-    lengths = inputs.per_token(inputs.totals().tokens.clamp_min(1))
-    return TokenLosses(-inputs.logprobs.double() * weights / lengths)
+def _response_loss(
+    inputs: PolicyInputs, denominator: Tensor | float, *, scale: Tensor | float = 1.0, alpha: float = 1.0
+) -> tuple[Tensor, Stats]:
+    """Mean token NLL of each whole response times its A, divided by ``scale``, a number or [B]."""
+    weights = 1 / (inputs.totals().tokens.clamp_min(1) * scale)
+    loss, sides = ops.response_loss(
+        inputs.logprobs,
+        inputs.advantages,
+        inputs.action_mask,
+        inputs.cu_seqlens,
+        weights=weights,
+        alpha=alpha,
+        denominator=denominator,
+    )
+    return loss, {**_ratio_stats(inputs), **sides}
 
 
 @dataclass(frozen=True)
@@ -209,19 +243,16 @@ class Objective:
         (their number, sums of their S in nats, their parts of the loss); ``share/`` of clipped tokens.
         """
         inputs.check()
-        inputs = inputs.clean()
-        parts = self._losses(inputs)
-        divisor = clamped_denominator(denominator, inputs.logprobs)
-        loss = (parts.losses.sum(dtype=torch.float64) / divisor).to(inputs.logprobs.dtype)
-        stats = parts.stats or _ratio_stats(inputs)
-        shares = {f"share/{name}": flags.sum(dtype=torch.float64) for name, flags in parts.shares.items()}
-        return loss, {**stats, **shares, **_response_stats(inputs, parts.losses.detach().double() / divisor)}
+        run, _ = _FUNCTIONS[type(self.options)]
+        loss, stats = run(inputs, self.options, denominator)
+        return loss, {**stats, **_response_stats(inputs)}
 
     @torch.no_grad()
     def kept(self, inputs: PolicyInputs) -> Tensor:
         """bool [T]: the action tokens that may carry gradient."""
-        kept = self._losses(inputs.clean()).kept
-        return inputs.action_mask if kept is None else kept
+        inputs.check()
+        kept = _FUNCTIONS[type(self.options)][1](inputs, self.options)
+        return inputs.action_mask if kept is None else inputs.action_mask & kept
 
     def summarize(self, stats: Stats) -> dict[str, float | None]:
         """Metrics of the whole step from its combined statistics; None where there is nothing to average."""
@@ -239,31 +270,25 @@ class Objective:
             summary[f"{side}_loss"] = sums[f"{side}_loss"]
         return summary
 
-    def _losses(self, inputs: PolicyInputs) -> TokenLosses:
-        return _FUNCTIONS[type(self.options)](inputs, self.options)
-
 
 def _ratio_stats(inputs: PolicyInputs) -> Stats:
     if inputs.rollout_logprobs is None:
         return {"tokens": inputs.action_mask.sum(dtype=torch.float64)}
-    return ratio_stats(inputs.log_ratio().detach(), inputs.action_mask)
+    log_ratio = torch.where(inputs.action_mask, inputs.logprobs.detach() - inputs.rollout_logprobs, 0.0)
+    return ratio_stats(log_ratio, inputs.action_mask)
 
 
 @torch.no_grad()
-def _response_stats(inputs: PolicyInputs, losses: Tensor) -> Stats:
+def _response_stats(inputs: PolicyInputs) -> Stats:
     """Of the responses whose advantage is positive, and of those where it is negative.
 
     A response of m action tokens counts 1/m at each: whole responses count 1, and parts of one add up.
     """
-    totals = inputs.totals()
-    share = 1 / inputs.per_token(totals.tokens.clamp_min(1))
-    nll = inputs.per_token(totals.mean_nll)
-    stats = {}
-    for side, chosen in (("positive", inputs.advantages > 0), ("negative", inputs.advantages < 0)):
-        action = inputs.action_mask & chosen
-        stats[f"{side}_responses"] = torch.where(action, share, 0.0).sum()
-        stats[f"{side}_nll_sum"] = torch.where(action, share * nll, 0.0).sum()
-        stats[f"{side}_loss"] = torch.where(action, losses, 0.0).sum()
+    totals, stats = inputs.totals(), {}
+    for side, tokens in (("positive", inputs.sums.positive), ("negative", inputs.sums.negative)):
+        share = tokens / totals.tokens.clamp_min(1)
+        stats[f"{side}_responses"] = share.sum()
+        stats[f"{side}_nll_sum"] = torch.where(tokens > 0, share * totals.mean_nll, 0.0).sum()
     return stats
 
 

@@ -16,7 +16,7 @@ _SAMPLE_PROMPTS = 32
 
 def preflight(config: Config, document: Document) -> bool:
     """Check everything at once; ConfigError with places from ``document``. False if the model is not there yet."""
-    problems = [*_environment(config), *_buffer(config), *_packages(config), *_value_model(config)]
+    problems = [*_environment(config), *_buffer(config), *_packages(config), *_operators(config), *_value_model(config)]
     model_there = False
     try:
         model_there = check_model(config)
@@ -77,6 +77,19 @@ def _buffer(config: Config) -> list[Problem]:
         Admission.from_config(config)
     except ValueError as error:
         return [Problem("buffer.max_bytes", str(error).removeprefix("buffer.max_bytes = "))]
+    return []
+
+
+def _operators(config: Config) -> list[Problem]:
+    """Compiled operators that are asked for and not there."""
+    if config.ops.backend != "fused":
+        return []
+    from megasao.ops.backend import configure
+
+    try:
+        configure(config.ops)
+    except ValueError as error:
+        return [Problem("ops.backend", str(error).removeprefix("ops.backend: "))]
     return []
 
 

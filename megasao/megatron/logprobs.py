@@ -8,7 +8,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megasao.ops.logprobs import chunked_logprobs
+from megasao.ops.logprobs import token_logprobs
 
 
 def shift_to_tokens(outputs: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def hidden_logprobs(
 
     With ``entropy`` float32 [2, T]: the log-probabilities, and the entropy in nats of the law that each target was
     chosen from. Aligned with the outputs: see :func:`shift_to_tokens`. Logits exist for a chunk of tokens at a time,
-    forward and backward. Collective over the tensor-parallel group.
+    forward and backward (unless ``ops.backend`` is reference). Collective over the tensor-parallel group.
 
     Args:
         hidden: [T, hidden], the same on every tensor-parallel rank.
@@ -44,7 +44,7 @@ def hidden_logprobs(
     group = parallel_state.get_tensor_model_parallel_group()
     # A bfloat16 model's output comes in float32, without loss.
     states = hidden.to(weight.dtype)
-    outputs = chunked_logprobs(
+    outputs = token_logprobs(
         states, weight, targets, temperature=temperature, entropy=entropy, group=group, vocabulary=vocabulary
     )
     logprobs, *entropies = [output for output in outputs if output is not None]

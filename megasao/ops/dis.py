@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megasao.ops.backend import use_fused
-from megasao.ops.checks import check_flat, check_same_floats, clamped_denominator
-from megasao.ops.reference import LOG_RATIO_CLAMP, STATS, Stats, dis_band, dis_loss_reference
+from megasao.ops.checks import as_divisor, check_band, check_flat, check_same_floats, clamped_denominator, contiguous
+from megasao.ops.reference import DIS_STATS, LOG_RATIO_CLAMP, Stats, dis_band, dis_loss_reference
 
 
 def dis_loss(
@@ -45,7 +45,8 @@ def dis_loss(
     Returns:
         (loss, stats). loss: 0-d, dtype of ``logprobs``. stats: detached float64 0-d tensors over the action tokens:
         ``tokens``, ``invalid`` (log-ratio NaN: outside the band, and no part of the sums below), ``masked_low``,
-        ``masked_high``, ``ratio_sum``, ``ratio_square_sum``, ``log_ratio_abs_sum``, ``kl_k3_sum``, ``ratio_max``.
+        ``masked_high``, ``ratio_sum``, ``ratio_square_sum``, ``log_ratio_abs_sum``, ``kl_k3_sum``, ``ratio_max``; and
+        ``positive_loss``, ``negative_loss``: the parts of the loss where A >= 0 and where A < 0.
         Add them over micro-batches and ranks (``ratio_max``: take the maximum), then ``summarize``.
         For these statistics only, log-ratios are clamped to +-20.
 
@@ -54,14 +55,12 @@ def dis_loss(
     """
     tokens = check_same_floats(logprobs=logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages)
     check_flat("action_mask", action_mask, length=tokens, dtypes=(torch.bool,), device=logprobs.device)
-    _check_band(eps_low, eps_high)
+    check_band(eps_low, eps_high)
     lower, upper = math.log(1 - eps_low), math.log(1 + eps_high)
     if -lower <= LOG_RATIO_CLAMP and upper <= LOG_RATIO_CLAMP and use_fused(logprobs.device):
-        inputs = (tensor.contiguous() for tensor in (logprobs, rollout_logprobs.detach(), advantages.detach()))
-        divisor = torch.as_tensor(clamped_denominator(denominator, logprobs), dtype=torch.float64)
-        divisor = divisor.to(logprobs.device)
-        loss, _, sums = torch.ops.megasao.dis(*inputs, action_mask.contiguous(), divisor, lower, upper)
-        return loss, dict(zip(STATS, sums.unbind(), strict=True))
+        row = contiguous(logprobs, rollout_logprobs, advantages, action_mask)
+        loss, _, sums = torch.ops.megasao.dis(*row, as_divisor(denominator, logprobs), lower, upper)
+        return loss, {name: value for name, value in zip(DIS_STATS, sums.unbind(), strict=True) if name}
     return dis_loss_reference(
         logprobs,
         rollout_logprobs,
@@ -88,23 +87,23 @@ def accepted_tokens(
     """bool [T]: the action tokens inside the band. Arguments and errors as in ``dis_loss``."""
     tokens = check_same_floats(logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     check_flat("action_mask", action_mask, length=tokens, dtypes=(torch.bool,), device=logprobs.device)
-    _check_band(eps_low, eps_high)
+    check_band(eps_low, eps_high)
     return dis_band(logprobs, rollout_logprobs, action_mask, eps_low=eps_low, eps_high=eps_high)[1]
 
 
 def summarize(stats: Stats) -> dict[str, float | None]:
-    """Statistics of all action tokens from the (added) sums of ``dis_loss``, or of ``ratio_stats`` alone.
+    """Statistics of all action tokens from the (added) sums of ``dis_loss``, ``ppo_clip_loss`` or ``ratio_stats``.
 
     None where there is no token.
 
-    ``masked_low``, ``masked_high``, ``invalid`` are shares of the action tokens; ``ratio_mean``, ``ratio_max``,
-    ``log_ratio_abs_mean``, ``kl_k3`` = mean(r - 1 - log r) in nats, an estimate of KL(rollout || policy);
+    ``masked_low``, ``masked_high``, ``invalid``, ``clipped_*`` are shares of the action tokens; ``ratio_mean``,
+    ``ratio_max``, ``log_ratio_abs_mean``; ``kl_k3`` = mean(r - 1 - log r) in nats estimates KL(rollout || policy);
     ``ess`` = (sum r)^2 / (sum r^2) / n in (0, 1].
     """
     sums = {name: float(value) for name, value in stats.items()}
     tokens, valid = sums["tokens"], sums["tokens"] - sums["invalid"]
     summary: dict[str, float | None] = {"tokens": tokens}
-    for name in ("masked_low", "masked_high", "invalid"):
+    for name in ("masked_low", "masked_high", "invalid", "clipped_low", "clipped_high", "clipped_dual"):
         if name in sums:
             summary[name] = sums[name] / tokens if tokens else None
     for name in ("ratio", "log_ratio_abs"):
@@ -113,10 +112,3 @@ def summarize(stats: Stats) -> dict[str, float | None]:
     summary["kl_k3"] = sums["kl_k3_sum"] / valid if valid else None
     summary["ess"] = sums["ratio_sum"] ** 2 / sums["ratio_square_sum"] / valid if valid else None
     return summary
-
-
-def _check_band(eps_low: float, eps_high: float) -> None:
-    if not 0 < eps_low < 1:
-        raise ValueError(f"eps_low: expected a number in (0, 1), got {eps_low}")
-    if not 0 < eps_high < float("inf"):
-        raise ValueError(f"eps_high: expected a finite number > 0, got {eps_high}")

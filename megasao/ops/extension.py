@@ -6,6 +6,7 @@ Invariants that the tests assert:
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from megasao.ops.reference import PPO_STATS, SIDES
 
 FILE = Path(__file__).parents[1] / "_fused.abi3.so"
 
@@ -52,34 +55,50 @@ def load_extension() -> Extension:
 
 
 def _register() -> None:
-    torch.library.register_fake("megasao::gae", _fake_gae)
-    torch.library.register_fake("megasao::gae_out", _fake_out)
-    torch.library.register_fake("megasao::dis", _fake_dis)
-    torch.library.register_fake("megasao::dis_out", _fake_out)
-    torch.library.register_autograd("megasao::dis", _dis_backward, setup_context=_dis_context)
+    fakes: dict[str, Callable[..., Any]] = {
+        "gae": _fake_gae,
+        "dis": _fake_policy,
+        "ppo_clip": _fake_policy,
+        "response_sums": _fake_response_sums,
+        "response_loss": _fake_response_loss,
+    }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"megasao::{name}", fake)
+        torch.library.register_fake(f"megasao::{name}_out", _fake_out)
+    for name in ("dis", "ppo_clip", "response_loss"):
+        torch.library.register_autograd(f"megasao::{name}", _loss_backward, setup_context=_loss_context)
 
 
 def _fake_gae(rewards: Tensor, values: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(values), torch.empty_like(values)
 
 
-def _fake_dis(logprobs: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return logprobs.new_empty(()), torch.empty_like(logprobs), logprobs.new_empty(9, dtype=torch.float64)
+def _fake_policy(logprobs: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return logprobs.new_empty(()), torch.empty_like(logprobs), logprobs.new_empty(len(PPO_STATS), dtype=torch.float64)
+
+
+def _fake_response_sums(logprobs: Tensor, advantages: Tensor, action_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return logprobs.new_empty((4, cu_seqlens.numel() - 1), dtype=torch.float64)
+
+
+def _fake_response_loss(logprobs: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return logprobs.new_empty(()), torch.empty_like(logprobs), logprobs.new_empty(len(SIDES), dtype=torch.float64)
 
 
 def _fake_out(*arguments: Any) -> None:
     return None
 
 
-def _dis_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     _, coefficient, stats = output
     ctx.mark_non_differentiable(coefficient, stats)
     ctx.save_for_backward(coefficient)
+    ctx.others = len(inputs) - 1
 
 
-def _dis_backward(ctx: Any, loss: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+def _loss_backward(ctx: Any, loss: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
     """The coefficient is the gradient of the loss; 1 is the usual incoming gradient, and then nothing is computed."""
     (coefficient,) = ctx.saved_tensors
     plain = type(loss) is Tensor and loss.device.type == "cpu" and not torch.compiler.is_compiling()
     gradient = coefficient if plain and float(loss) == 1.0 else coefficient * loss
-    return (gradient, *[None] * 6)
+    return (gradient, *[None] * ctx.others)

@@ -2,7 +2,7 @@
 
 Invariants that the tests assert:
 - observation tokens (mask False) get advantage 0 and return 0, and inserting any number of them anywhere, with any
-  values, changes nothing on action tokens;
+  values, changes nothing on action tokens (the compiled operator: nothing but rounding);
 - a reward on an observation token is credited to the last action token before it in the same sequence. Before the
   first action of a sequence there is no action to credit: such a reward is ignored. So is a reward on an observation
   token that is not finite;
@@ -36,7 +36,7 @@ def gae(
         values: [T], the dtype of ``rewards``; V before the token. Read at action tokens only.
         action_mask: bool [T]; True where the policy chose the token.
         cu_seqlens: int32 [B+1]; sequence b holds tokens cu_seqlens[b] to cu_seqlens[b+1] - 1.
-        gamma: discount per action token, in (0, 1].
+        gamma: discount per action token, in [0, 1].
         lam: lambda in [0, 1]; a number, or a float tensor [B], one per sequence (float64 on any device is best:
             1 - 1/(1.5 l) is 1.0 in bfloat16 for l > 341).
         bootstrap: float [B], the value of the state after each sequence's end (for sequences that were cut), or None
@@ -53,8 +53,8 @@ def gae(
     tokens = check_same_floats(rewards=rewards, values=values)
     check_flat("action_mask", action_mask, length=tokens, dtypes=(torch.bool,), device=values.device)
     sequences = check_cu_seqlens(cu_seqlens, tokens)
-    if not 0 < gamma <= 1:
-        raise ValueError(f"gamma: expected a number in (0, 1], got {gamma}")
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma: expected a number in [0, 1], got {gamma}")
     if configured().check:
         check_finite_actions(action_mask, rewards=rewards, values=values)
     run = _gae_fused if use_fused(values.device) else gae_reference

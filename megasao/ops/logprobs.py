@@ -5,7 +5,9 @@
 Invariants that the tests assert:
 - values and gradients equal those of the plain computation, for chunks of 1, 7 and all tokens, also with entropy;
 - with the vocabulary split over ranks they equal those of one rank;
-- no [T, V] tensor: the extra memory is bounded by one chunk (measured at V = 154,880 by ``benchmarks/logprobs.py``).
+- no [T, V] tensor: the extra memory is bounded by one chunk (measured at V = 154,880 by ``benchmarks/logprobs.py``);
+- bfloat16 logits are sums in float32, never rounded to bfloat16;
+- ``ops.backend: reference`` takes the plain computation, with logits of all tokens at once.
 """
 
 from typing import Any
@@ -13,10 +15,52 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from megasao.ops.backend import configured
+from megasao.ops.reference import logprobs_reference
+
 _NEVER = -1e30
 """Logit of a token that does not exist."""
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+CHUNK_BYTES = 2**28
+"""Logits of one chunk by default. The backward pass holds up to three tensors of this size."""
+WIDENED_ROWS = 4096
+"""Rows of a narrow weight that are copied to float32 at one time, where a product cannot widen by itself."""
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: Tensor | float = 1.0,
+    entropy: bool = False,
+    group: distributed.ProcessGroup | None = None,
+    vocabulary: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``chunked_logprobs`` or the plain computation, as ``ops.backend`` and ``ops.logprob_chunk`` say."""
+    config = configured()
+    if config.backend == "reference":
+        vocabulary = _vocabulary(weight, group, vocabulary)
+        scale = _check(hidden, weight, targets, temperature, vocabulary)
+        return logprobs_reference(
+            hidden, weight, targets, scale=scale, entropy=entropy, group=group, vocabulary=vocabulary
+        )
+    return chunked_logprobs(
+        hidden,
+        weight,
+        targets,
+        temperature=temperature,
+        chunk=config.logprob_chunk,
+        entropy=entropy,
+        group=group,
+        vocabulary=vocabulary,
+    )
+
+
+def default_chunk(rows: int, dtype: torch.dtype) -> int:
+    """Tokens whose logits over ``rows`` of the vocabulary take ``CHUNK_BYTES``; at least 1."""
+    return max(1, CHUNK_BYTES // (max(rows, 1) * dtype.itemsize))
 
 
 def chunked_logprobs(
@@ -25,22 +69,22 @@ def chunked_logprobs(
     targets: Tensor,
     *,
     temperature: Tensor | float = 1.0,
-    chunk: int = 1024,
+    chunk: int | None = None,
     entropy: bool = False,
     group: distributed.ProcessGroup | None = None,
     vocabulary: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target under ``softmax(hidden @ weight^T / temperature)``.
 
-    Logits are made in the dtype of ``hidden`` and normalised in float32 (float64 for float64 inputs). The backward
-    pass makes them again: twice the products of the plain computation, in exchange for its memory.
+    Logits are float32 (float64 for float64 inputs), also where ``hidden`` is narrower. The backward pass makes them
+    again: one product more than the plain computation, in exchange for its memory.
 
     Args:
         hidden: [T, H], float32, float64, bfloat16 or float16; with gradient. The same on every rank of ``group``.
         weight: [V / ranks, H], the same dtype; this rank's rows of the output weight, in rank order; with gradient.
         targets: int64 [T], ids in the whole vocabulary.
         temperature: > 0, a number or [T]; no gradient flows into it.
-        chunk: tokens whose logits exist at one time, >= 1.
+        chunk: tokens whose logits exist at one time, >= 1; None: as many as take ``CHUNK_BYTES``.
         entropy: also give the entropy of each law, in nats, with gradient.
         group: ranks that the vocabulary is split over; None for one. Collective over it, forward and backward. As in
             Megatron's output layer, the gradient of ``hidden`` is complete on every rank.
@@ -53,17 +97,12 @@ def chunked_logprobs(
     Raises:
         ValueError: a shape, dtype, device or number is not as above.
     """
-    scale = _inverse_temperature(temperature, hidden)
-    _check(hidden, weight, targets, chunk)
-    ranks = 1 if group is None else distributed.get_world_size(group)
-    rows = weight.shape[0] * ranks
-    vocabulary = rows if vocabulary is None else vocabulary
-    if not 0 < vocabulary <= rows:
-        raise ValueError(f"vocabulary: expected between 1 and the {rows} rows of weight on all ranks, got {vocabulary}")
-    if targets.numel() and not bool(((targets >= 0) & (targets < vocabulary)).all()):
-        raise ValueError(
-            f"targets: expected ids in [0, {vocabulary}), got {int(targets.min())} to {int(targets.max())}"
-        )
+    vocabulary = _vocabulary(weight, group, vocabulary)
+    scale = _check(hidden, weight, targets, temperature, vocabulary)
+    if chunk is None:
+        chunk = default_chunk(len(weight), scale.dtype)
+    elif chunk < 1:
+        raise ValueError(f"chunk: expected a number >= 1, got {chunk}")
     logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, targets, scale, chunk, entropy, group, vocabulary)
     return logprobs, entropies if entropy else None
 
@@ -135,8 +174,16 @@ class _Shard:
         self.real = min(max(vocabulary - self.start, 0), len(weight))
 
     def logits(self, hidden: Tensor, scale: Tensor) -> Tensor:
-        """[t, V / ranks], in the dtype of ``scale``."""
-        logits = (hidden @ self.weight.T).to(scale.dtype).mul_(scale[:, None])
+        """[t, V / ranks], in the dtype of ``scale``: in bfloat16 they would be off by up to 0.4 %."""
+        if hidden.dtype == scale.dtype:
+            logits = hidden @ self.weight.T
+        elif hidden.is_cuda:
+            logits = torch.mm(hidden, self.weight.T, out_dtype=scale.dtype)
+        else:
+            logits, wide = scale.new_empty(len(hidden), len(self.weight)), hidden.to(scale.dtype)
+            for rows in _chunks(len(self.weight), WIDENED_ROWS):
+                logits[:, rows] = wide @ self.weight[rows].to(scale.dtype).T
+        logits.mul_(scale[:, None])
         if self.real < len(self.weight):
             # Finite: an infinite logit times probability 0 is no number.
             logits[:, self.real :] = _NEVER
@@ -197,10 +244,29 @@ def _inverse_temperature(temperature: Tensor | float, hidden: Tensor) -> Tensor:
     return value.reciprocal().expand(tokens).contiguous()
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> None:
+def _vocabulary(weight: Tensor, group: distributed.ProcessGroup | None, vocabulary: int | None) -> int:
+    """The ids that there are: all rows of all ranks, unless said otherwise."""
+    if weight.dim() != 2:
+        raise ValueError(f"weight: expected shape [V, H], got {list(weight.shape)}")
+    rows = len(weight) * (1 if group is None else distributed.get_world_size(group))
+    vocabulary = rows if vocabulary is None else vocabulary
+    if not 0 < vocabulary <= rows:
+        raise ValueError(f"vocabulary: expected between 1 and the {rows} rows of weight on all ranks, got {vocabulary}")
+    return vocabulary
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Tensor | float,
+    vocabulary: int,
+) -> Tensor:
+    """1 / temperature [T] in the dtype of the results, if all arguments are right."""
+    scale = _inverse_temperature(temperature, hidden)
     if hidden.dim() != 2 or hidden.dtype not in FLOATS:
         raise ValueError(f"hidden: expected floats of shape [T, H], got {hidden.dtype} {list(hidden.shape)}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype:
+    if weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype:
         raise ValueError(
             f"weight: expected {hidden.dtype} of shape [V, {hidden.shape[1]}], got {weight.dtype} {list(weight.shape)}"
         )
@@ -208,5 +274,8 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> None:
         raise ValueError(f"targets: expected int64 of shape [{len(hidden)}], got {targets.dtype} {list(targets.shape)}")
     if weight.device != hidden.device or targets.device != hidden.device:
         raise ValueError(f"weight, targets: expected device {hidden.device}, got {weight.device} and {targets.device}")
-    if chunk < 1:
-        raise ValueError(f"chunk: expected a number >= 1, got {chunk}")
+    if targets.numel() and not bool(((targets >= 0) & (targets < vocabulary)).all()):
+        raise ValueError(
+            f"targets: expected ids in [0, {vocabulary}), got {int(targets.min())} to {int(targets.max())}"
+        )
+    return scale

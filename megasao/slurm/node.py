@@ -114,7 +114,10 @@ def _torch(component: int, gpus: int) -> Iterator[str]:
 
     from megasao.ops.extension import FILE, load_extension
 
-    problem = load_extension().problem
+    try:
+        problem = load_extension().problem
+    except RuntimeError as error:  # operators of another version than the Python that calls them
+        problem = str(error)
     if FILE.is_file() and problem is not None:
         yield f"the compiled operators do not load: {problem}"
     if gpus and (seen := torch.cuda.device_count()) < gpus:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasao.studies.figures import draw_curves, figure
-from megasao.studies.study import LAST, Arm, Numbers, Run, Study, mean_after
+from megasao.studies.study import CHAIN_MODEL, LAST, SHORT_CHAIN, Arm, Numbers, Run, Study, mean_after
 
 ALL_OLD = ("loop.max_stale_share=1", "rollout.logprobs=always")
 HALF_OLD = ("loop.max_stale_share=0.5", "actor.optimizer.lr=1e-3", "rollout.logprobs=always")
@@ -62,16 +62,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 COLLAPSE = Study(
     name="collapse",
     arms=COLLAPSE_ARMS,
-    model={"hidden": 128, "layers": 2, "experts": 0, "moe_hidden": 0},
+    model=CHAIN_MODEL,
     numbers=numbers,
     draw=draw,
-    quick=(
-        "environment.options.operations=1",
-        "sft.steps=60",
-        "sft.optimizer.warmup_steps=4",
-        "loop.steps=6",
-        "loop.batch_size=32",
-        "evaluation.problems=16",
-        "evaluation.every=3",
-    ),
+    quick=(*SHORT_CHAIN, "loop.steps=6", "evaluation.every=3"),
 )

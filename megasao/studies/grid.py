@@ -1,7 +1,7 @@
 """Running a study's grid in several processes, resumably.
 
 Invariants:
-- a run that is finished is a file, and is not run again unless its config has changed;
+- a run that is finished is a file, and is not run again unless its config or the study's model has changed;
 - a run that fails does not stop the others; at the end the failures are named, and the command fails;
 - an interrupted study goes on where it was.
 """
@@ -46,6 +46,10 @@ class Grid:
         """The config under which the policy of a seed is made: the study's own, without any arm."""
         return study_named(self.study).config((), seed=seed, work=self.work, quick=self.quick)
 
+    def made_with(self, config: Config) -> dict[str, Any]:
+        """What a finished run or policy is recognised by: all that it was made with."""
+        return {"config": dump_config(config), "model": study_named(self.study).model}
+
 
 class RunsFailed(RuntimeError):
     """Some runs of a study failed."""
@@ -61,10 +65,10 @@ def run_grid(grid: Grid, *, jobs: int, say: Callable[[str], None]) -> list[Run]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         _all_done(pool, [(_make_policy, (grid, seed), f"policy of seed {seed}") for seed in range(grid.seeds)], say)
-        missing = [key for key, config in configs.items() if _read(_file(grid, *key), config) is None]
+        missing = [key for key, config in configs.items() if _read(grid, *key, config) is None]
         say(f"{grid.study}: {len(configs) - len(missing)} of {len(configs)} runs are there, {len(missing)} to go")
         _all_done(pool, [(_run_one, (grid, arm, seed), f"{arm}, seed {seed}") for arm, seed in missing], say)
-    found = {key: _read(_file(grid, *key), config) for key, config in configs.items()}
+    found = {key: _read(grid, *key, config) for key, config in configs.items()}
     return [Run(*key, records, configs[key]) for key, records in found.items() if records is not None]
 
 
@@ -86,8 +90,8 @@ def _all_done(
 
 def _make_policy(grid: Grid, seed: int) -> None:
     config, directory = grid.policy_config(seed), policy_directory(grid.work, seed)
-    made = directory / "policy.yaml"
-    wanted = dump_config(config)
+    made = directory / "policy.json"
+    wanted = json.dumps(grid.made_with(config))
     if made.is_file() and made.read_text(encoding="utf-8") == wanted:
         return
     prepare_policy(config, study_named(grid.study).model, directory)
@@ -98,16 +102,18 @@ def _run_one(grid: Grid, arm: str, seed: int) -> None:
     config = grid.config(arm, seed)
     policy = policy_directory(grid.work, seed) / "sft"
     records = list(run_steps(config, policy, study_named(grid.study).make_rollouts))
-    write_atomically(_file(grid, arm, seed), json.dumps({"config": dump_config(config), "records": records}))
+    write_atomically(_file(grid, arm, seed), json.dumps(grid.made_with(config) | {"records": records}))
 
 
 def _file(grid: Grid, arm: str, seed: int) -> Path:
     return grid.work / f"{arm}-{seed}.json"
 
 
-def _read(file: Path, config: Config) -> list[dict[str, float | None]] | None:
-    """The records of a finished run; None if there is none, or if it was made under another config."""
+def _read(grid: Grid, arm: str, seed: int, config: Config) -> list[dict[str, float | None]] | None:
+    """The records of a finished run; None if there is none, or if it was made with something else."""
+    file = _file(grid, arm, seed)
     if not file.is_file():
         return None
     found = json.loads(file.read_text(encoding="utf-8"))
-    return found["records"] if found["config"] == dump_config(config) else None
+    records: list[dict[str, float | None]] = found.pop("records")
+    return records if found == grid.made_with(config) else None

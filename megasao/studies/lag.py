@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megasao.studies.figures import colours, figure
-from megasao.studies.study import LAST, Arm, Numbers, Run, Study, mean_after, share_masked
+from megasao.studies.study import CHAIN_MODEL, LAST, SHORT_CHAIN, Arm, Numbers, Run, Study, mean_after, share_masked
 
 BOUNDS = {"sao": (0, 1, 2, 4, 8, 16), "no_dis": (0, 4, 16)}
 OBJECTIVES = {"sao": ("sao",), "no_dis": ("vapo", "critic.freeze_attention=true", "critic.updates_per_actor_update=2")}
@@ -51,16 +51,8 @@ STALENESS = Study(
         for objective, changes in OBJECTIVES.items()
         for bound in BOUNDS[objective]
     ),
-    model={"hidden": 128, "layers": 2, "experts": 0, "moe_hidden": 0},
+    model=CHAIN_MODEL,
     numbers=numbers,
     draw=draw,
-    quick=(
-        "environment.options.operations=1",
-        "sft.steps=60",
-        "sft.optimizer.warmup_steps=4",
-        "loop.steps=14",
-        "loop.batch_size=32",
-        "evaluation.problems=16",
-        "evaluation.every=4",
-    ),
+    quick=(*SHORT_CHAIN, "loop.steps=14", "evaluation.every=4"),
 )

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from megasao.studies.figures import draw_curves, figure
 from megasao.studies.fleet import SimulatedFleet
-from megasao.studies.study import GLOBAL_MEAN, Arm, Numbers, Run, Study, curve
+from megasao.studies.study import CHAIN_MODEL, GLOBAL_MEAN, Arm, Numbers, Run, Study, curve
 
 RECOVERED = 0.9
 WINDOW = 5
@@ -78,7 +78,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 ONLINE = Study(
     name="online",
     arms=ARMS,
-    model={"hidden": 64, "layers": 2, "experts": 0, "moe_hidden": 0},
+    model=CHAIN_MODEL,
     numbers=numbers,
     draw=draw,
     quick=(

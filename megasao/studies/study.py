@@ -23,6 +23,18 @@ LAST = 0.75
 GLOBAL_MEAN = ("algorithm.advantages.scope=global", "algorithm.advantages.window=128")
 """The running mean of all prompts, as in the online simulation of arXiv 2607.07508: prompts never come twice here."""
 
+CHAIN_MODEL = {"hidden": 128, "layers": 2, "experts": 0, "moe_hidden": 0}
+"""Wide enough that every seed learns the chains from its demonstrations."""
+
+SHORT_CHAIN = (
+    "environment.options.operations=1",
+    "sft.steps=60",
+    "sft.optimizer.warmup_steps=4",
+    "loop.batch_size=32",
+    "evaluation.problems=16",
+)
+"""Changes that make a run on chains a matter of seconds."""
+
 
 @dataclass(frozen=True)
 class Arm:

@@ -10,7 +10,9 @@ Invariants:
 
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -171,19 +173,12 @@ class Trainer:
 
         The ranks wait together, question by question, as for evaluations. TimeoutError names the directory.
         """
-        assert self.pending is not None
-        deadline = time.monotonic() + self.config.checkpoint.timeout_s
-        while not self.pending.written():
-            self.source.lifesign.beat()
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{self.pending.directory} was not written within "
-                    f"checkpoint.timeout_s = {self.config.checkpoint.timeout_s:g} s"
-                )
-            time.sleep(0.05)
-        self.pending.complete(self.config.checkpoint.keep)
+        pending = self.pending
+        assert pending is not None
+        self.wait_for(lambda: "" if pending.written() else str(pending.directory), "checkpoint.timeout_s")
+        pending.complete(self.config.checkpoint.keep)
         if self.topology.rank == 0:
-            ask(self.client, CheckpointSaved(step=self.pending.progress.step), Status)
+            ask(self.client, CheckpointSaved(step=pending.progress.step), Status)
         self.pending = None
 
     def leave(self) -> None:
@@ -209,26 +204,29 @@ class Trainer:
             ask(self.client, FinishRequest(reason="all steps are done"), Status)
 
     def wait_for_evaluations(self) -> None:
-        """Wait until every evaluation has ended, at most ``evaluation.timeout_s``; TimeoutError names the open ones.
+        """Wait until every evaluation has ended, at most ``evaluation.timeout_s``; TimeoutError names the open ones."""
+        self.wait_for(self.open_evaluations, "evaluation.timeout_s")
+
+    def wait_for(self, missing: Callable[[], str], setting: str) -> None:
+        """Wait until nothing is missing, at most the seconds of the config's ``setting``; TimeoutError names what is.
 
         The ranks wait together, question by question: one collective over the whole wait could exceed its own bound.
         """
-        deadline = time.monotonic() + self.config.evaluation.timeout_s
-        while names := self.open_evaluations():
+        seconds: float = attrgetter(setting)(self.config)
+        deadline = time.monotonic() + seconds
+        while names := missing():
             self.source.lifesign.beat()
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"evaluations {names} did not end within "
-                    f"evaluation.timeout_s = {self.config.evaluation.timeout_s:g} s"
-                )
-            time.sleep(0.2)
+                raise TimeoutError(f"waited for {names} longer than {setting} = {seconds:g} s")
+            time.sleep(0.1)
 
     def open_evaluations(self) -> str:
-        """Names of the evaluations that have not ended, on every rank."""
+        """Which evaluations have not ended, on every rank; empty where all have."""
         names = None
         if self.topology.rank == 0:
             names = ", ".join(ask(self.client, StatusRequest(), Status).open_evaluations).encode()
-        return self.topology.broadcast_bytes(names).decode()
+        open_ones = self.topology.broadcast_bytes(names).decode()
+        return f"evaluations {open_ones}" if open_ones else ""
 
     def close(self) -> None:
         """Close this rank's connections and files."""

@@ -10,7 +10,6 @@ from megasao.config.rundir import RunDirectory
 from megasao.environments.encoding import TokenizerCodec
 from megasao.megatron.runtime import Topology
 from megasao.observability.metrics import MetricsWriter
-from megasao.ops.backend import configure
 from megasao.training.actor import Actor
 from megasao.training.critic import Critic
 from megasao.training.estimator import Estimator
@@ -27,7 +26,6 @@ def run(run: RunDirectory, config: Config) -> None:
 
     SIGUSR1 to every rank: leave before the next step, with a checkpoint.
     """
-    configure(config.ops)
     leave = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: leave.set())
     with trainer_world(config) as topology:

@@ -5,11 +5,16 @@ from contextlib import contextmanager
 
 from megasao.config import Config
 from megasao.megatron.runtime import Topology, clear_layout, initialize_world, set_layout, shutdown_world
+from megasao.ops.backend import configure
 
 
 @contextmanager
 def trainer_world(config: Config) -> Iterator[Topology]:
-    """Join the world named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, in the configured layout."""
+    """Join the world named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, in the configured layout.
+
+    ValueError if ``ops.backend`` cannot be had.
+    """
+    configure(config.ops)
     initialize_world(config.parallel.timeout_s)
     topology = set_layout(config.parallel, config.run.seed)
     yield topology

@@ -323,6 +323,29 @@ def test_an_objective_is_one_section_and_one_function() -> None:
     assert isinstance(make_objective(Mine()), Objective)
 
 
+def test_a_plain_function_of_whole_responses_equals_the_operator() -> None:
+    class Plain(ObjectiveOptions):
+        pass
+
+    @objective(Plain)
+    def plain(inputs: PolicyInputs, options: Plain) -> TokenLosses:
+        lengths = inputs.per_token(inputs.totals().tokens)
+        high = inputs.logprobs > -1
+        return TokenLosses(-inputs.logprobs * inputs.advantages / lengths, kept=~high, shares={"high": high})
+
+    inputs = row()
+    for got, expected in zip(run(Plain(), inputs), run(NaiveObjective(), inputs), strict=True):
+        torch.testing.assert_close(got, expected)
+    measured = make_objective(Plain())
+    summary = measured.summarize(measured.loss(inputs, GROUP)[1])
+    high = (inputs.logprobs > -1)[inputs.action_mask]
+    assert summary["high"] == pytest.approx(float(high.double().mean()))
+    assert summary["positive_loss"] == pytest.approx(
+        float(measured.loss(replace(inputs, advantages=inputs.advantages.clamp_min(0)), GROUP)[0])
+    )
+    assert torch.equal(measured.kept(inputs)[inputs.action_mask], ~high)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

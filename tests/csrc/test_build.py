@@ -10,12 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from megasao.config.errors import ConfigError
+from megasao.config.load import load_with_places
 from megasao.launch.about import about
-from megasao.ops.extension import load_extension
+from megasao.launch.preflight import preflight
+from megasao.ops import backend
+from megasao.ops.extension import Extension, load_extension
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-pthread"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+S = "megasao::Scratch"
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
@@ -48,13 +54,22 @@ def test_cuda_kernels_under_the_emulator_and_sanitizers(tmp_path: Path) -> None:
 @needs_compiler
 def test_cuda_kernels_build_for_sm_90_without_spills(tmp_path: Path) -> None:
     source = tmp_path / "kernels.cu"
-    headers = [f'#include "{ROOT}/csrc/cuda/{name}.h"\n' for name in ("gae", "dis")]
+    headers = [f'#include "{ROOT}/csrc/cuda/{name}.h"\n' for name in ("gae", "policy", "response")]
     uses = [
-        f"template __global__ void megasao::{kernel}_kernel<{dtype}>({arguments});\n"
-        for dtype in ("float", "double")
-        for kernel, arguments in (
-            ("gae", f"megasao::GaeProblem<{dtype}>, megasao::GaeScratch"),
-            ("dis", f"megasao::DisProblem<{dtype}>, megasao::DisScratch"),
+        f"template __global__ void megasao::{kernel}<{types}>({arguments});\n"
+        for t in ("float", "double")
+        for kernel, types, arguments in (
+            ("gae_kernel", t, f"megasao::GaeProblem<{t}>, megasao::GaeScratch"),
+            *(
+                (
+                    "policy_kernel",
+                    f"{t}, megasao::{rule}<{t}>",
+                    f"megasao::PolicyProblem<{t}>, megasao::{rule}<{t}>, {S}",
+                )
+                for rule in ("DisRule", "PpoRule")
+            ),
+            ("response_sums_kernel", t, f"megasao::ResponseProblem<{t}>, double*, {S}"),
+            ("response_loss_kernel", t, f"megasao::ResponseProblem<{t}>, megasao::ResponseLosses<{t}>, {S}"),
         )
     ]
     source.write_text("".join(headers + uses))
@@ -64,7 +79,7 @@ def test_cuda_kernels_build_for_sm_90_without_spills(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout + done.stderr)
-    assert len(spills) == 4
+    assert len(spills) == len(uses) == 10
     assert all(spill == ("0", "0") for spill in spills)
     ptx = "".join(path.read_text() for path in tmp_path.glob("*.ptx"))
     for access in (r"ld\.global(\.nc)?\.v4\.[bf]32", r"st\.global\.v4\.[bf]32"):
@@ -74,7 +89,8 @@ def test_cuda_kernels_build_for_sm_90_without_spills(tmp_path: Path) -> None:
 @needs_extension
 def test_operators_are_registered_where_they_were_built() -> None:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    for name in ("gae", "gae_out", "dis", "dis_out"):
+    names = ("gae", "dis", "ppo_clip", "response_sums", "response_loss")
+    for name in (*names, *(f"{name}_out" for name in names)):
         assert has(f"megasao::{name}", "CPU")
         assert has(f"megasao::{name}", "CUDA") == bool(load_extension().cuda)
         assert has(f"megasao::{name}", "Meta")
@@ -87,6 +103,14 @@ def test_cuda_kernels_are_in_the_extension_where_nvcc_is() -> None:
     if os.environ.get("MEGASAO_CUDA") == "0":
         pytest.skip("left out on purpose")
     assert load_extension().cuda.startswith("sm_"), "built before nvcc was there? run `make clean setup`"
+
+
+def test_fused_without_the_operators_is_refused_by_the_check_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, document = load_with_places(ROOT / "configs" / "laptop.yaml", ["ops.backend=fused"])
+    monkeypatch.setattr(backend, "load_extension", lambda: Extension(problem="they were not built (test)"))
+    with pytest.raises(ConfigError, match=r"ops\.backend.*there are no compiled operators: they were not built"):
+        preflight(config, document)
+    preflight(*load_with_places(ROOT / "configs" / "laptop.yaml", ["ops.backend=auto"]))
 
 
 def test_info_says_what_is_compiled_in() -> None:

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megasao.ops.logprobs import chunked_logprobs
+from megasao.config.ops import OpsConfig
+from megasao.ops import logprobs as module
+from megasao.ops.backend import configure
+from megasao.ops.logprobs import CHUNK_BYTES, chunked_logprobs, default_chunk, token_logprobs
+from megasao.ops.reference import logprobs_reference
 
 T, H, V = 23, 6, 40
 
@@ -55,12 +59,17 @@ def test_equals_the_plain_computation(chunk: int, entropy: bool) -> None:
     assert not torch.allclose(cold, expected, atol=1e-2), "without temperature the comparison fails"
 
 
-def test_filling_rows_of_the_weight_do_not_exist() -> None:
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_filling_rows_of_the_weight_do_not_exist(backend: str) -> None:
     case, real = inputs(), V - 3
     case |= {"targets": case["targets"] % real}
     expected, expected_entropies = plain(**(case | {"weight": case["weight"][:real]}))
     wanted = torch.autograd.grad(weighted(expected, expected_entropies), (case["hidden"], case["weight"]))
-    logprobs, entropies = chunked_logprobs(**case, chunk=7, entropy=True, vocabulary=real)
+    configure(OpsConfig(backend=backend, logprob_chunk=7))  # type: ignore[arg-type]
+    try:
+        logprobs, entropies = token_logprobs(**case, entropy=True, vocabulary=real)
+    finally:
+        configure(OpsConfig())
     got = torch.autograd.grad(weighted(logprobs, entropies), (case["hidden"], case["weight"]))
     torch.testing.assert_close(logprobs, expected)
     torch.testing.assert_close(entropies, expected_entropies)
@@ -92,6 +101,46 @@ def test_bfloat16_weight_gradients_are_summed_in_float32() -> None:
     assert float((got.double() - wanted).abs().max() / scale) < 1.5e-2
     logprobs, _ = chunked_logprobs(**rounded)
     assert logprobs.dtype == torch.float32
+
+
+def test_bfloat16_logits_are_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WIDENED_ROWS", 7)
+    rounded = inputs(torch.bfloat16)
+    exact = rounded | {name: rounded[name].detach().double() for name in ("hidden", "weight")}
+    (wanted, wanted_entropy), (got, got_entropy) = plain(**exact), chunked_logprobs(**rounded, chunk=5, entropy=True)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(got, wanted.float(), **tolerance)
+    torch.testing.assert_close(got_entropy, wanted_entropy.float(), **tolerance)
+    logits = (rounded["hidden"] @ rounded["weight"].T).float() / rounded["temperature"].float()[:, None]
+    narrow = torch.log_softmax(logits, dim=-1).gather(1, rounded["targets"][:, None]).squeeze(1)
+    assert not torch.allclose(narrow, wanted.float(), **tolerance), "bfloat16 logits must fail this bound"
+
+
+def test_the_backend_chooses_between_chunks_and_the_plain_computation() -> None:
+    case = inputs()
+    outcomes = {}
+    try:
+        for name, config in {
+            "plain": OpsConfig(backend="reference"),
+            "chunked": OpsConfig(logprob_chunk=4),
+            "default": OpsConfig(),
+        }.items():
+            configure(config)
+            with Largest() as made:
+                logprobs, entropies = token_logprobs(**case, entropy=True)
+                gradients = torch.autograd.grad(weighted(logprobs, entropies), (case["hidden"], case["weight"]))
+            outcomes[name] = made.elements, (logprobs, entropies, *gradients)
+    finally:
+        configure(OpsConfig())
+    assert outcomes["plain"][0] == outcomes["default"][0] == T * V > outcomes["chunked"][0] == V * H
+    for got in ("chunked", "default"):
+        torch.testing.assert_close(outcomes[got][1], outcomes["plain"][1])
+
+
+def test_the_default_chunk_is_bounded_by_bytes() -> None:
+    assert default_chunk(154_880, torch.float32) * 154_880 * 4 <= CHUNK_BYTES
+    assert default_chunk(154_880, torch.float32) == 433 == 2 * default_chunk(154_880, torch.float64) + 1
+    assert default_chunk(10**12, torch.float32) == 1 and default_chunk(0, torch.float32) > 1
 
 
 class Largest(TorchDispatchMode):
@@ -126,9 +175,17 @@ def _rank(rank: int, ranks: int, store: str, results: str) -> None:
     case = inputs()
     part = case["weight"].detach().chunk(ranks)[rank].clone().requires_grad_()
     case |= {"weight": part}
-    logprobs, entropies = chunked_logprobs(**case, chunk=7, entropy=True, group=distributed.group.WORLD)
-    gradients = torch.autograd.grad(weighted(logprobs, entropies), (case["hidden"], part))
-    torch.save([logprobs.detach(), entropies.detach(), *gradients], f"{results}/{rank}")
+    group = distributed.group.WORLD
+    scale = case["temperature"].double().reciprocal()
+    fixed = {name: case[name] for name in ("hidden", "weight", "targets")} | {"entropy": True, "group": group}
+    saved = []
+    for logprobs, entropies in (
+        chunked_logprobs(**fixed, temperature=case["temperature"], chunk=7),
+        logprobs_reference(**fixed, scale=scale, vocabulary=V),
+    ):
+        gradients = torch.autograd.grad(weighted(logprobs, entropies), (case["hidden"], part))
+        saved.append([logprobs.detach(), entropies.detach(), *gradients])
+    torch.save(saved, f"{results}/{rank}")
     distributed.destroy_process_group()
 
 
@@ -140,10 +197,10 @@ def test_a_split_vocabulary_equals_one_rank(tmp_path: Path) -> None:
     logprobs, entropies = chunked_logprobs(**case, entropy=True)
     for_hidden, for_weight = torch.autograd.grad(weighted(logprobs, entropies), (case["hidden"], case["weight"]))
     for rank in range(ranks):
-        results = torch.load(tmp_path / str(rank))
         expected = [logprobs, entropies, for_hidden, for_weight.chunk(ranks)[rank]]
-        for got, wanted in zip(results, expected, strict=True):
-            torch.testing.assert_close(got, wanted.detach())
+        for results in torch.load(tmp_path / str(rank)):  # in chunks, and plain
+            for got, wanted in zip(results, expected, strict=True):
+                torch.testing.assert_close(got, wanted.detach())
     halves, _ = chunked_logprobs(**(case | {"weight": case["weight"][: V // 2], "targets": case["targets"] % 20}))
     assert not torch.allclose(halves, logprobs, atol=1e-2), "half the vocabulary is another law"
 

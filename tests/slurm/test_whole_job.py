@@ -66,12 +66,17 @@ def check_strangers(job: jobs.Job) -> None:
 def test_a_job_that_is_preempted_goes_on_and_ends_alike(
     whole: jobs.Job, cluster: Cluster, model: Path, tmp_path: Path
 ) -> None:
-    """The signal before the time limit, sent by hand; the whole job of before is what it must end like."""
+    """The signal before the time limit, sent by hand; the whole job of before is what it must end like.
+
+    This one runs on IPv6, where there is any.
+    """
     config = jobs.write_config(tmp_path / "config.yaml", model)
-    job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
+    family = "ipv6" if Path("/proc/net/if_inet6").exists() else "ipv4"
+    job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env", ADDRESS_FAMILY=family), config)
     job.wait_for_steps(2)
     cluster.call("scancel", "--batch", "--signal=USR1", job.number)
     wait_until(lambda: "requeued" in job.events, jobs.JOB_S, job.explain)
+    assert ("tcp://[::1]:" in job.run.read_endpoints().controller) is (family == "ipv6")
     job.wait_for("PENDING")
     left = int((job.run.checkpoints / "latest").read_text().removeprefix("step_"))
     assert 2 <= left < jobs.STEPS, "it did not leave in the middle"

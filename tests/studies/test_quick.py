@@ -96,10 +96,16 @@ def test_what_is_finished_is_not_run_again(pages, tmp_path):
     assert (tmp_path / "staleness.csv").read_text() == (pages / "staleness.csv").read_text()
 
 
-def test_a_run_made_under_another_config_is_made_again_and_comes_out_the_same(pages, tmp_path):
+@pytest.mark.parametrize(
+    "other",
+    [lambda old: {"config": old["config"].replace("steps: 14", "steps: 15")}, lambda old: {"model": {"hidden": 1}}],
+    ids=["config", "model"],
+)
+def test_a_run_made_with_something_else_is_made_again_and_comes_out_the_same(pages, tmp_path, other):
     file = Path("build/studies/staleness-quick/no_dis_lag_4-0.json")
     old = json.loads(file.read_text())
-    file.write_text(json.dumps({**old, "config": old["config"].replace("steps: 14", "steps: 15")}))
+    assert old | other(old) != old
+    file.write_text(json.dumps(old | other(old)))
     done = study("staleness", "--quick", "--out", str(tmp_path))
     assert done.returncode == 0 and "8 of 9 runs are there, 1 to go" in done.stdout
     assert json.loads(file.read_text()) == old, "the same numbers, bit for bit"
