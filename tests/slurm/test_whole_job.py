@@ -34,6 +34,7 @@ def whole(cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactor
 def test_a_whole_job(whole: jobs.Job, cluster: Cluster) -> None:
     whole.wait_for_steps(1)
     check_strangers(whole)
+    check_environment(whole)
     victim = whole.task("rollout", "--index", "1")
     victim.kill()
     whole.wait_for("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED")
@@ -47,6 +48,15 @@ def test_a_whole_job(whole: jobs.Job, cluster: Cluster) -> None:
     shown = describe_status(whole.run, load_config(whole.run.config))
     assert f"{jobs.STEPS} of {jobs.STEPS}, weight version {jobs.STEPS - 1}" in shown
     assert f"{whole.number}: finished" in shown and "restarting rollout-1" in shown
+
+
+def check_environment(job: jobs.Job) -> None:
+    """A task has what it was given by name, and nothing else of the batch script's."""
+    task = job.task("trainer", "--stage", "rl", SLURM_PROCID="1").environ()
+    assert (task["GLOO_SOCKET_IFNAME"], task["NCCL_SOCKET_IFNAME"], task["OMP_NUM_THREADS"]) == ("lo", "lo", "1")
+    assert task["MASTER_ADDR"] == "127.0.0.1" and task["SLURM_STEP_NUM_TASKS"] == "2"
+    batch = job.task("slurm-job").environ()
+    assert "MEGASAO_INTERFACE" in batch and not [name for name in task if name.startswith("MEGASAO_")]
 
 
 def check_strangers(job: jobs.Job) -> None:
