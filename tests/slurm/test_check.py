@@ -16,9 +16,9 @@ from megasao.config.rundir import RunDirectory
 from megasao.launch.world import world_of_srun
 from megasao.ops import extension
 from megasao.slurm.check import LARGEST_SKEW_S, endpoints_of, meeting_ports, problems_of
-from megasao.slurm.job import first_dead_task
 from megasao.slurm.node import LEAST_FILES, check_node, interface_address
 from megasao.slurm.report import Expected, NodeReport, expected_path, read_reports
+from megasao.slurm.stages import first_dead_task
 from megasao.transport.endpoints import bind_router, connect_dealer
 from megasao.transport.keys import CurveKeys
 
