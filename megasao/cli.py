@@ -233,13 +233,14 @@ def slurm(
 def slurm_job(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
     """Inside a Slurm job: the whole run (started by slurm/glm_scale.sh)."""
     from megasao.launch.supervisor import RoleFailed
-    from megasao.slurm.job import run_job
+    from megasao.slurm.job import Job
 
     config, model_there = _load_checked(config_file, overrides)
     if not model_there:
         raise UserError(f"model.path = {config.model.path} has no config.json: not a Hugging Face checkpoint directory")
     try:
-        outcome, directory = run_job(config, os.environ, resume=resume)
+        job = Job.of(config, os.environ)
+        outcome = job.perform(resume=resume)
     except RoleFailed as failure:
         _complain(str(failure))
         raise typer.Exit(RUN_FAILED) from None
@@ -249,8 +250,8 @@ def slurm_job(config_file: ConfigFile, overrides: Overrides = None, resume: Resu
     if outcome == "finished":
         from megasao.observability.summary import print_summary
 
-        print_summary(directory, config)
-        _show_results(directory)
+        print_summary(job.run, config)
+        _show_results(job.run)
 
 
 @app.command("slurm-node")

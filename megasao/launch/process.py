@@ -78,6 +78,7 @@ class RoleProcess:
         self.role = role
         self.code: int | None = None
         self._guardian = guardian
+        self._asked_at: float | None = None
         self._last_beat = -1.0
         self._alive_at = time.monotonic()
         script = Path(__file__).with_name("child.py")
@@ -132,15 +133,21 @@ class RoleProcess:
 
     def kill(self) -> None:
         """End the role and everything it started, and reap it."""
-        if self.role.ask_before_kill_s > 0 and self.poll() is None:
-            self._signal(signal.SIGTERM)
-            deadline = time.monotonic() + self.role.ask_before_kill_s
+        self.ask()
+        if self._asked_at is not None:
+            deadline = self._asked_at + self.role.ask_before_kill_s
             while self.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.05)
         if self.poll() is None:
             self._signal(signal.SIGKILL)
             self.code = self._process.wait()
             self._guardian.forget(self.pid)
+
+    def ask(self) -> None:
+        """Begin to end a role that must be asked before it is killed; several can end at once so."""
+        if self.role.ask_before_kill_s > 0 and self._asked_at is None and self.poll() is None:
+            self._asked_at = time.monotonic()
+            self._signal(signal.SIGTERM)
 
     def _has_exited(self) -> bool:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

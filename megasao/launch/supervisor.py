@@ -80,6 +80,8 @@ class Unit:
     def kill(self) -> None:
         """End every process at once."""
         for process in self.processes:
+            process.ask()
+        for process in self.processes:
             process.kill()
 
 
@@ -170,6 +172,8 @@ class Supervisor:
             self._wind_down()
             return "finished"
         finally:
+            for process in [process for unit in self.units for process in unit.processes]:
+                process.ask()
             for unit in self.units:
                 unit.kill()
 

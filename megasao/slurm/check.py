@@ -104,6 +104,8 @@ def _run(processes: list[RoleProcess], timeout_s: float) -> list[int | None]:
         return [process.poll() for process in processes]
     finally:
         for process in processes:
+            process.ask()
+        for process in processes:
             process.kill()
 
 

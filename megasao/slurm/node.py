@@ -21,6 +21,7 @@ from megasao.config.errors import UserError
 from megasao.config.rundir import RunDirectory
 from megasao.launch.about import PACKAGES
 from megasao.launch.ports import free_ports
+from megasao.slurm.plan import CONTROLLER
 from megasao.slurm.report import PORTS, Expected, NodeReport, expected_path, write_report
 
 LEAST_FILES = 1024
@@ -49,7 +50,7 @@ def check_node(run: RunDirectory, component: int) -> NodeReport:
         ports=_found(problems, lambda: free_ports(PORTS, address), []) if address else [],
         facts=facts(),
         clock_s=_found(problems, lambda: clock_offset_s(run), 0.0),
-        problems=[*problems, *_limits(), *_extension(), *_gpus(expected.gpus[component])],
+        problems=[*problems, *_limits(), *_torch(component, expected.gpus[component])],
     )
     write_report(run, report)
     return report
@@ -105,22 +106,22 @@ def _limits() -> Iterator[str]:
         yield f"a process may open {files} files, at least {LEAST_FILES} are needed; raise it with ulimit -n"
 
 
-def _extension() -> Iterator[str]:
-    from megasao.ops.extension import FILE, load_extension
-
-    problem = load_extension().problem
-    if FILE.is_file() and problem is not None:
-        yield f"the compiled operators do not load: {problem}"
-
-
-def _gpus(wanted: int) -> Iterator[str]:
-    if wanted == 0:
+def _torch(component: int, gpus: int) -> Iterator[str]:
+    """What torch finds; the controller has no use for it."""
+    if component == CONTROLLER:
         return
     import torch
 
-    seen = torch.cuda.device_count()
-    if seen < wanted:
-        yield f"torch sees {seen} GPUs, the config asks for {wanted}"
+    from megasao.ops.extension import FILE, load_extension
+
+    try:
+        problem = load_extension().problem
+    except RuntimeError as error:  # operators of another version than the Python that calls them
+        problem = str(error)
+    if FILE.is_file() and problem is not None:
+        yield f"the compiled operators do not load: {problem}"
+    if gpus and (seen := torch.cuda.device_count()) < gpus:
+        yield f"torch sees {seen} GPUs, the config asks for {gpus}"
 
 
 def _version(package: str) -> str:

@@ -186,6 +186,35 @@ def was_asked(directory: Path, told: Path, seconds: float, script: str) -> bool:
     return told.exists()
 
 
+def test_roles_that_must_be_asked_are_asked_together(tmp_path: Path) -> None:
+    """Hundreds of them, one after the other, would outlast what a cluster waits for."""
+
+    def script(mine: str, other: str) -> str:
+        told, wait, both = (str(tmp_path / name) for name in (f"{mine}.told", f"{other}.told", f"{mine}.both"))
+        return (
+            "import os, signal, sys, time\n"
+            f"def end(*_):\n    open({told!r}, 'w')\n    while not os.path.exists({wait!r}): time.sleep(0.01)\n"
+            f"    open({both!r}, 'w')\n    sys.exit()\n"
+            "signal.signal(signal.SIGTERM, end)\nprint('ready', flush=True)\ntime.sleep(600)"
+        )
+
+    def roles() -> list[Role]:
+        pairs = (("a", "b"), ("b", "a"))
+        command = [sys.executable, "-S", "-c"]
+        return [
+            Role(mine, [*command, script(mine, other)], tmp_path / f"{mine}.log", ask_before_kill_s=2.0)
+            for mine, other in pairs
+        ]
+
+    unit = Unit("unit", roles)
+    with Guardian() as guardian:
+        unit.start(guardian)
+        for name in ("a", "b"):
+            wait_for(lambda name=name: (tmp_path / f"{name}.log").read_text().endswith("\nready\n"), name)
+        unit.kill()
+    assert (tmp_path / "a.both").exists() and (tmp_path / "b.both").exists()
+
+
 def test_services_that_ended_on_purpose_are_not_restarted_but_come_back_with_a_dead_trainer(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     service = stage.unit("service", "pass")

@@ -20,7 +20,7 @@ from tests.slurm.cluster import Cluster, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB_S = 150.0
-STEPS = 4
+STEPS = 8
 SETTLE_S = 5.0
 QUEUE_S = 15.0
 """Slurm's own time to start and end a job, generously."""
@@ -38,15 +38,15 @@ def write_config(path: Path, model: Path, **sections: dict[str, Any]) -> Path:
     config: dict[str, Any] = {
         "run": {"name": "run", "directory": str(path.parent)},
         "model": {"path": str(model)},
-        "environment": {"max_turns": 2, "max_tokens": 48, "max_turn_tokens": 6},
+        "environment": {"max_turns": 3, "max_tokens": 96, "max_turn_tokens": 16},
         "algorithm": {"objective": {"name": "dis", "eps_low": 0.8, "eps_high": 3.0}},
         "actor": {"optimizer": {"lr": 1e-3}},
-        "critic": {"optimizer": {"lr": 1e-3}, "warmup_steps": 1},
-        "loop": {"steps": STEPS, "batch_size": 8, "mode": "sync"},
+        "critic": {"optimizer": {"lr": 1e-3}, "warmup_steps": 1, "head_bias": 0.5},
+        "loop": {"steps": STEPS, "batch_size": 24, "mode": "sync"},
         "parallel": {"ranks": 2, "expert": 2},
-        "rollout": {"workers": 2, "concurrency": 8, "embedded": {"slots": 8}},
+        "rollout": {"workers": 2, "concurrency": 12, "embedded": {"slots": 12}},
         "evaluation": {"problems": 4, "every": 0, "sampled": False},
-        "checkpoint": {"every": 0},
+        "checkpoint": {"every": 0, "keep": 1000},
         "transport": {"heartbeat_s": 0.5, "dead_after_s": 5.0},
         "supervision": {"start_timeout_s": 90.0},
         "observability": {"examples_every": 100},

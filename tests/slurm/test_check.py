@@ -14,10 +14,11 @@ import zmq
 from megasao.config.errors import UserError
 from megasao.config.rundir import RunDirectory
 from megasao.launch.world import world_of_srun
+from megasao.ops import extension
 from megasao.slurm.check import LARGEST_SKEW_S, endpoints_of, meeting_ports, problems_of
-from megasao.slurm.job import first_dead_task
 from megasao.slurm.node import LEAST_FILES, check_node, interface_address
 from megasao.slurm.report import Expected, NodeReport, expected_path, read_reports
+from megasao.slurm.stages import first_dead_task
 from megasao.transport.endpoints import bind_router, connect_dealer
 from megasao.transport.keys import CurveKeys
 
@@ -54,8 +55,21 @@ def test_a_good_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_bad_node_says_why_and_still_reports(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
     run = ask(tmp_path, dataclasses.replace(GOOD, **changes))  # type: ignore[arg-type]
-    assert [reason in problem for problem in check_node(run, 0).problems] == [True]
+    assert [reason in problem for problem in check_node(run, 1).problems] == [True]
     assert len(read_reports(run, "abc")) == 1
+
+
+def test_operators_of_another_version_are_a_problem_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale() -> extension.Extension:
+        raise RuntimeError("operator megasao::new does not exist")
+
+    monkeypatch.setattr(extension, "FILE", Path(__file__))
+    monkeypatch.setattr(extension, "load_extension", stale)
+    problem = "the compiled operators do not load: operator megasao::new does not exist"
+    assert check_node(ask(tmp_path), 1).problems == [problem]
+    assert check_node(ask(tmp_path), 0).problems == [], "the controller has no use for them"
 
 
 @contextmanager

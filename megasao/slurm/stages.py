@@ -1,0 +1,113 @@
+"""The stages of a run as steps of a Slurm job, and the signal that tells it to leave.
+
+Invariants (tests assert them):
+- a controller or trainer step that dies fails the run, with the last lines of the rank that died first; a rollout step
+  is replaced while the trainer goes on;
+- the signal is passed on once, to whom it concerns.
+"""
+
+import re
+import signal
+from collections.abc import Callable, Mapping
+
+from megasao.config import Config
+from megasao.config.rundir import RunDirectory
+from megasao.launch.local import LocalRun, Stage
+from megasao.launch.process import Guardian, tail
+from megasao.launch.roles import megasao_command
+from megasao.launch.supervisor import LOG_LINES, Outcome, RoleFailed, StopSignals, Unit
+from megasao.slurm.plan import LEAVE_SIGNAL
+from megasao.slurm.steps import Steps
+
+_ALL_LINES = 100_000
+
+
+class LeaveSignal:
+    """Whether the signal before the time limit has come."""
+
+    def __init__(self) -> None:
+        self.received = False
+        signal.signal(getattr(signal, f"SIG{LEAVE_SIGNAL}"), self._receive)
+
+    def _receive(self, *_: object) -> None:
+        self.received = True
+
+
+class SlurmRun(LocalRun):
+    """The stages of a run whose roles are steps of this job."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        config: Config,
+        steps: Steps,
+        ports: Mapping[str, int],
+        guardian: Guardian,
+        signals: StopSignals,
+        leave: LeaveSignal,
+        show: Callable[[dict[str, int]], None],
+    ) -> None:
+        command = megasao_command(run, steps.site.step_python)
+        super().__init__(run, config, command, guardian, signals, self._tick)
+        self._steps, self._leave, self._stop, self._show = steps, leave, signals, show
+        self._host, self._ports = run.read_endpoints().torch_host, ports
+        self._ranks: Unit | None = None
+        self._told = False
+
+    def controller(self) -> Unit:
+        """A step on its own node."""
+        return Unit("controller", lambda: [self._steps.controller()], max_restarts=0)
+
+    def rollout(self, index: int) -> Unit:
+        """A step of its own, which can be replaced."""
+        return Unit(f"rollout-{index}", lambda: [self._steps.rollout(index)])
+
+    def world(self, stage: str) -> Unit:
+        """One step of all ranks."""
+        self._ranks = Unit(stage, lambda: [self._steps.world(stage, self._host, self._ports[stage])], max_restarts=0)
+        return self._ranks
+
+    def perform(self, last: Stage) -> Outcome:
+        """The stages that are left, until one does not end by itself. RoleFailed if a step died for good."""
+        for stage in self.stages(last):
+            try:
+                outcome = stage()
+            except RoleFailed as failure:
+                told = f"{failure}{self._first_to_die(str(failure))}"
+                if not self._leave.received:
+                    raise RoleFailed(told) from failure
+                print(f"launcher: while leaving: {told}", flush=True)
+                return "interrupted"
+            if outcome != "finished":
+                return outcome
+        return "finished"
+
+    def _tick(self, restarts: dict[str, int]) -> None:
+        """Show what goes on; pass the signal on to whom it concerns, once."""
+        self._show(restarts)
+        if not self._leave.received or self._told or self._ranks is None:
+            return
+        self._told = True
+        if self._ranks.name != "trainer":
+            self._stop.receive(signal.SIGTERM, None)  # the stages before RL start over
+            return
+        for process in self._ranks.running:
+            process.notify(signal.SIGUSR1)
+
+    def _first_to_die(self, failure: str) -> str:
+        """The last lines of the rank that died first, where it was the world of all ranks that failed."""
+        stage = self._ranks.name if self._ranks is not None else ""
+        if not failure.startswith(f"{stage}: "):
+            return ""
+        rank = first_dead_task(tail(self.run.logs / f"{stage}.log", _ALL_LINES))
+        if rank is None:
+            return ""
+        log = self.run.logs / f"{stage}-{rank}.log"
+        return f"\nRank {rank} died first; the last lines of {log}:\n{tail(log, LOG_LINES)}"
+
+
+def first_dead_task(said: str) -> int | None:
+    """The task that srun's messages since its last start name first; None where they name none."""
+    since = said.rpartition("\n--- ")[2]
+    found = re.search(r"^srun: error: \S+: tasks? (\d+)", since, flags=re.MULTILINE)
+    return int(found.group(1)) if found else None
