@@ -46,11 +46,14 @@ lint: setup
 	$(BIN)/ruff format --check setup.py csrc megasao tests tools benchmarks
 	$(BIN)/mypy
 
-test: lint setup-sglang
+# Where SGLang cannot be installed its tests are skipped, and say so; continuous integration (.ci/run) insists on it.
+test: lint
+	-$(MAKE) setup-sglang
 	$(BIN)/python -m pytest
 
 # With the tests marked `full`: every layout, and others that take long.
-test-full: lint setup-sglang
+test-full: lint
+	-$(MAKE) setup-sglang
 	$(BIN)/python -m pytest -m ""
 
 clean:

@@ -17,7 +17,7 @@ from engine_checkpoints import (
     perturb,
     save_tensors,
 )
-from sglang_server import RunningServer, sglang_config
+from sglang_server import RunningServer, needs_sglang, sglang_config
 
 from megasao.rollout.engines.base import EngineError, GenerateRequest, GenerateResult, SamplingParams
 from megasao.rollout.engines.sglang import SGLangEngine
@@ -106,6 +106,7 @@ def check(checkpoint: Path, result: GenerateResult) -> None:
     assert result.logprobs == pytest.approx(expected, abs=1e-5)
 
 
+@needs_sglang
 def test_an_episode_stays_on_its_server_and_uses_its_cache_again(world: World) -> None:
     async def body(fleet: Fleet) -> None:
         places = {}
@@ -125,6 +126,7 @@ def test_an_episode_stays_on_its_server_and_uses_its_cache_again(world: World) -
     world.run(body)
 
 
+@needs_sglang
 @pytest.mark.parametrize("how", ["drain", "hang", "kill"])
 def test_an_episode_outlives_its_server(world: World, how: str) -> None:
     """The last case kills for good; a new process takes the place, and is used once it has the weights."""
@@ -173,6 +175,7 @@ def test_an_episode_outlives_its_server(world: World, how: str) -> None:
     check(world.checkpoint, result)
 
 
+@needs_sglang
 def test_with_no_server_left_an_episode_fails_in_time(world: World) -> None:
     async def body(fleet: Fleet) -> None:
         fleet._patience_s = 0.5
