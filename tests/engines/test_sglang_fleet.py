@@ -103,7 +103,7 @@ async def until_generated(fleet: Fleet, more: int) -> None:
 
 def check(checkpoint: Path, result: GenerateResult) -> None:
     expected = Reference(checkpoint).logprobs(PROMPT, result.output_ids, 1.0).tolist()
-    assert result.logprobs == pytest.approx(expected, abs=1e-5)
+    assert result.logprobs == pytest.approx(expected, abs=5e-5), "rounding of long contexts; other weights are far off"
 
 
 @needs_sglang
@@ -168,6 +168,8 @@ def test_an_episode_outlives_its_server(world: World, how: str) -> None:
         after = await fleet.generate(make_request("after", tokens=20))
         assert after.weight_versions == [(0, 2)]
         check(save_tensors(world.checkpoint, world.directory / "changed", changed), after)
+        with pytest.raises(AssertionError, match="far off"):
+            check(world.checkpoint, after)
 
     whole, result = world.run(body)
     assert (result.finish_reason, result.weight_versions) == ("length", [(0, 1)])
