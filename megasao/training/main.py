@@ -1,9 +1,11 @@
 """One trainer rank as a process: world, roles, client, publisher; then the loop."""
 
 from megasao.config import Config
+from megasao.config.architecture import read_hf_config
 from megasao.config.lifesign import LifeSign
 from megasao.config.rundir import RunDirectory
 from megasao.environments.encoding import TokenizerCodec
+from megasao.families.routing import Routing
 from megasao.megatron.runtime import Topology
 from megasao.observability.metrics import MetricsWriter
 from megasao.training.actor import Actor
@@ -36,6 +38,8 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology) -> Trai
         keys=keys,
         high_water_mark=config.transport.high_water_mark,
     )
+    routing = Routing.of(read_hf_config(path)) if config.actor.router_replay else None
+    lifesign = LifeSign(run.heartbeat(f"trainer-{topology.rank}"))
     publisher = None
     writer = None
     if topology.rank == 0:
@@ -57,7 +61,7 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology) -> Trai
         if config.critic is not None
         else None,
         estimator=Estimator(config.algorithm, topology.all_reduce_data),
-        source=BatchSource(client, topology, config, LifeSign(run.heartbeat(f"trainer-{topology.rank}"))),
+        source=BatchSource(client, topology, config, lifesign, routing),
         client=client,
         codec=TokenizerCodec.from_directory(path),
         publisher=publisher,
