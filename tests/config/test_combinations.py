@@ -76,6 +76,12 @@ CASES = [
         "without the row",
     ),
     (
+        ["actor.router_replay=true", "rollout.engine=sglang"],
+        ["actor.router_replay=true"],
+        "actor.router_replay",
+        "rollout.engine = embedded",
+    ),
+    (
         ["actor.router_replay=true", "megatron.model.moe_router_fusion=true"],
         ["megatron.model.moe_router_fusion=true"],
         "megatron.model.moe_router_fusion",
