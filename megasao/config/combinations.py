@@ -195,11 +195,11 @@ def objective(config: "Config") -> Iterator[Problem]:
 
 
 def router_replay(config: "Config") -> Iterator[Problem]:
-    """Every pass of a layer sees the row whose experts are replayed, and Megatron's router asks for them."""
+    """Engines record the experts, every pass of a layer sees its row, and Megatron's router asks for them."""
     if not config.actor.router_replay:
         return
-    if config.rollout.engine != "embedded":
-        reason = f"rollout.engine = {config.rollout.engine} does not say which experts it chose; use embedded"
+    if config.rollout.engine == "sglang":
+        reason = "the experts of SGLang's tokens are not recorded here; use rollout.engine = embedded"
         yield Problem("actor.router_replay", reason)
     options = config.megatron.model
     modules = options.get("recompute_modules")

@@ -94,8 +94,8 @@ class Actor:
         return {
             **objective.summarize(totals),
             **{metric: float(totals[name]) for name, metric in optional.items() if name in totals},
-            **self.expert_load.summarize(),
             **(mismatch.summarize(totals) if self.config.wants_logprobs else {}),
+            **self.expert_load.summarize(),
             "loss": float(totals["loss"]),
             "grad_norm": grad_norm,
             "lr": rate,

@@ -77,9 +77,9 @@ CASES = [
     ),
     (
         ["actor.router_replay=true", "rollout.engine=sglang"],
-        ["rollout.engine=sglang"],
+        ["actor.router_replay=true"],
         "actor.router_replay",
-        "does not say which experts",
+        "rollout.engine = embedded",
     ),
     (
         ["actor.router_replay=true", "megatron.model.moe_router_fusion=true"],

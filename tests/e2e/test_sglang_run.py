@@ -10,17 +10,16 @@ import psutil
 import pytest
 
 from tests.e2e import runs
+from tests.engines.sglang_server import PYTHON, needs_sglang
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, needs_sglang]
 
-PYTHON = runs.ROOT / ".venv-sglang" / "bin" / "python"
 SGLANG = {"engine": "sglang", "concurrency": 8, "sglang": {"python": str(PYTHON), "silence_timeout_s": 30.0}}
 PATIENT = {"start_timeout_s": 600.0, "hang_timeout_s": 900.0}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    assert PYTHON.exists(), f"{PYTHON} is missing: `make setup-sglang` installs SGLang, and `make test` calls it"
     return runs.write_model(tmp_path_factory.mktemp("model"))
 
 

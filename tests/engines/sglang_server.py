@@ -9,6 +9,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megasao.config.sglang import SGLangConfig
 from megasao.launch.ports import free_ports
 from megasao.rollout.engines.sglang_arguments import (
@@ -22,6 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 START_S = 240.0
 
+needs_sglang = pytest.mark.skipif(
+    not (ROOT / ".venv-sglang" / ".ready").exists(), reason="no .venv-sglang: `make setup-sglang` failed or was not run"
+)
+"""For tests that start SGLang, or ask it."""
+
 
 def sglang_config(**options: Any) -> SGLangConfig:
     return SGLangConfig(python=str(PYTHON), **options)
@@ -33,7 +40,6 @@ class RunningServer:
     def __init__(
         self, checkpoint: Path, directory: Path, config: SGLangConfig, *, max_tokens: int, port: int | None = None
     ) -> None:
-        assert PYTHON.exists(), f"{PYTHON} is missing: `make setup-sglang` installs SGLang, and `make test` calls it"
         port = free_ports(1)[0] if port is None else port
         self.port, self.url = port, f"http://127.0.0.1:{port}"
         self.log = directory / "server.log"

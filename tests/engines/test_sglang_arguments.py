@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_checkpoints import dense_config, make_checkpoint, moe_config
-from sglang_server import sglang_config
+from sglang_server import needs_sglang, sglang_config
 from transformers import AutoConfig
 
 from megasao.config.architecture import read_hf_config
@@ -48,6 +48,7 @@ RIGHT: dict[str, Any] = {
 }
 
 
+@needs_sglang
 def test_arguments_are_checked_by_the_installed_sglang() -> None:
     answer = check_server_args(sglang_config(server_args=RIGHT))
     assert (answer["unknown"], answer["error"]) == ([], None)
@@ -57,6 +58,7 @@ def test_arguments_are_checked_by_the_installed_sglang() -> None:
         assert reason in str(answer[where]), answer
 
 
+@needs_sglang
 def test_an_unknown_argument_is_refused_at_load_with_a_suggestion(tmp_path: Path) -> None:
     python = sglang_config().python
     overrides = [f"model.path={tmp_path}", f"rollout.sglang.python={python}", "rollout.sglang.server_args={tp_sise: 2}"]
@@ -67,6 +69,7 @@ def test_an_unknown_argument_is_refused_at_load_with_a_suggestion(tmp_path: Path
         preflight(*load_with_places(LAPTOP, overrides))
 
 
+@needs_sglang
 def test_a_model_that_sglang_would_serve_otherwise_is_refused(tmp_path: Path) -> None:
     cpu, gpu = (sglang_config(server_args={"device": device}) for device in ("cpu", "cuda"))
     models = shapes(tmp_path)

@@ -10,7 +10,9 @@ pytest.register_assert_rewrite("contract")
 from contract import *  # noqa: E402, F403
 from engine_checkpoints import MAX_TOTAL, make_checkpoint, moe_config  # noqa: E402
 from sglang_harness import SGLangHarness  # noqa: E402
-from sglang_server import RunningServer, sglang_config  # noqa: E402
+from sglang_server import RunningServer, needs_sglang, sglang_config  # noqa: E402
+
+pytestmark = needs_sglang
 
 
 @pytest.fixture(scope="module")

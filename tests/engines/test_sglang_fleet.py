@@ -17,7 +17,7 @@ from engine_checkpoints import (
     perturb,
     save_tensors,
 )
-from sglang_server import RunningServer, sglang_config
+from sglang_server import RunningServer, needs_sglang, sglang_config
 
 from megasao.rollout.engines.base import EngineError, GenerateRequest, GenerateResult, SamplingParams
 from megasao.rollout.engines.sglang import SGLangEngine
@@ -103,9 +103,10 @@ async def until_generated(fleet: Fleet, more: int) -> None:
 
 def check(checkpoint: Path, result: GenerateResult) -> None:
     expected = Reference(checkpoint).logprobs(PROMPT, result.output_ids, 1.0).tolist()
-    assert result.logprobs == pytest.approx(expected, abs=1e-5)
+    assert result.logprobs == pytest.approx(expected, abs=5e-5), "rounding of long contexts; other weights are far off"
 
 
+@needs_sglang
 def test_an_episode_stays_on_its_server_and_uses_its_cache_again(world: World) -> None:
     async def body(fleet: Fleet) -> None:
         places = {}
@@ -125,6 +126,7 @@ def test_an_episode_stays_on_its_server_and_uses_its_cache_again(world: World) -
     world.run(body)
 
 
+@needs_sglang
 @pytest.mark.parametrize("how", ["drain", "hang", "kill"])
 def test_an_episode_outlives_its_server(world: World, how: str) -> None:
     """The last case kills for good; a new process takes the place, and is used once it has the weights."""
@@ -166,6 +168,8 @@ def test_an_episode_outlives_its_server(world: World, how: str) -> None:
         after = await fleet.generate(make_request("after", tokens=20))
         assert after.weight_versions == [(0, 2)]
         check(save_tensors(world.checkpoint, world.directory / "changed", changed), after)
+        with pytest.raises(AssertionError, match="far off"):
+            check(world.checkpoint, after)
 
     whole, result = world.run(body)
     assert (result.finish_reason, result.weight_versions) == ("length", [(0, 1)])
@@ -173,6 +177,7 @@ def test_an_episode_outlives_its_server(world: World, how: str) -> None:
     check(world.checkpoint, result)
 
 
+@needs_sglang
 def test_with_no_server_left_an_episode_fails_in_time(world: World) -> None:
     async def body(fleet: Fleet) -> None:
         fleet._patience_s = 0.5

@@ -14,13 +14,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megasao.rollout.engines.sglang import SGLangEngine
-from tests.engines.sglang_server import RunningServer, sglang_config
+from tests.engines.sglang_server import RunningServer, needs_sglang, sglang_config
 from tests.megatron.tiny import read
 from tests.megatron.tiny_families import write_tiny_family
 from tests.megatron.world import run_world
 from tests.training.engine_episodes import MAX_TOKENS, Episode, compare, play
 
-pytestmark = pytest.mark.world
+pytestmark = [pytest.mark.world, needs_sglang]
 BOUNDS = {"qwen3_moe": 1e-5, "glm4_moe": 1e-5, "glm_moe_dsa": 1e-4}
 CONFIG = sglang_config()
 STEPS = 3
@@ -98,7 +98,7 @@ def test_server_and_trainer_agree_before_and_after_an_update(
             print(
                 f"\nserver against trainer {when}: {found.tokens} tokens within {found.off:.1e}; {found.ties} near-ties"
             )
-    assert min(before.tokens, after.tokens) > 900
+    assert min(before.tokens, after.tokens) > 800
     assert max(before.off, after.off) < played.bound
 
 
