@@ -193,6 +193,22 @@ def objective(config: "Config") -> Iterator[Problem]:
         yield Problem("algorithm.objective.name", reason)
 
 
+def router_replay(config: "Config") -> Iterator[Problem]:
+    """Every pass of a layer sees the row whose experts are replayed, and Megatron's router asks for them."""
+    if not config.actor.router_replay:
+        return
+    options = config.megatron.model
+    modules = options.get("recompute_modules")
+    if config.trainer.recompute == "selective" and isinstance(modules, list) and {"moe", "mlp"} & set(modules):
+        reason = (
+            "actor.router_replay: experts alone are recomputed, without the row that they belong to; take them out, or "
+            "use trainer.recompute = full"
+        )
+        yield Problem("megatron.model.recompute_modules", reason)
+    if options.get("moe_router_fusion"):
+        yield Problem("megatron.model.moe_router_fusion", "the fused router cannot replay; take it out")
+
+
 def megatron_options(config: "Config") -> Iterator[Problem]:
     """What is passed on to Megatron-Core exists there, and is not set by other fields."""
     yield from megatron.problems(config)
@@ -239,6 +255,7 @@ RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     lengths,
     waits,
     exposure,
+    router_replay,
     megatron_options,
     slurm_nodes,
 )

@@ -54,6 +54,8 @@ def _layout(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
         for name in ("expert", "expert_tensor"):
             if (size := getattr(parallel, name)) > 1:
                 yield Problem(f"parallel.{name}", f"{size} has no meaning: the model has no experts; set it to 1")
+        if config.actor.router_replay:
+            yield Problem("actor.router_replay", "has no meaning: the model has no experts; take it out")
         yield from _divisible("parallel.tensor", parallel.tensor, shape, ("intermediate_size",))
         return
     if experts % parallel.expert:

@@ -29,6 +29,11 @@ class ActorConfig(Section):
     reset_optimizer: bool = Field(
         False, description="Forget Adam's moments and step count after each push of weights (GLM-5, arXiv 2602.15763)."
     )
+    router_replay: bool = Field(
+        False,
+        description="Send every token to the experts that the engine sent it to (R3, mixtures of experts only): the "
+        "engine records them, about 1 kB a token for GLM-5.2.",
+    )
 
 
 class CriticConfig(Section):

@@ -20,6 +20,7 @@ class Lessor:
         self._seed = config.run.seed
         self._want_logprobs = config.wants_logprobs
         self._want_versions = config.wants_versions
+        self._want_routed_experts = config.actor.router_replay
         self._environment = environment
         self._leases = leases
         self._groups = groups
@@ -47,6 +48,7 @@ class Lessor:
             evaluation_id=None if key.is_training else key.stream,
             want_logprobs=key.is_training and self._want_logprobs,
             want_versions=want_versions,
+            want_routed_experts=key.is_training and self._want_routed_experts,
         )
 
     def _problem(self, key: Key) -> tuple[Split, int]:

@@ -175,6 +175,8 @@ class ControllerState:
             return f"group_id: {summary.group_id!r} is not the group of the lease, {self.groups.name(key.index)!r}"
         if self.config.wants_logprobs and not summary.has_logprobs:
             return "rollout_logprobs: null, and the objective needs them"
+        if self.config.actor.router_replay and not summary.has_routed_experts:
+            return "routed_experts: null, and actor.router_replay needs them"
         if self.config.wants_versions and summary.newest_version is None:
             return "weight_versions: null, and the objective needs them"
         if summary.tokens > self.config.environment.max_tokens:

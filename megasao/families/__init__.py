@@ -18,7 +18,7 @@ from megasao.families.rules import Rule
 
 __all__ = ["Family", "HfConfig", "Rule", "context_problem", "families", "family_of"]
 
-_SHARED = {"base", "facts", "rules", "shrink"}
+_SHARED = {"base", "facts", "routing", "rules", "shrink"}
 
 
 def families() -> list[str]:

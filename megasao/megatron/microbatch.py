@@ -34,6 +34,7 @@ class MicroBatch:
         real: int64 [T], places of the row's tokens in the padded row.
         order: int64 [P], places of the padded row's tokens in the parts of all ranks.
         row_cu_seqlens: int32 [B + 1], of the row itself.
+        routed_experts: int64 [P / CP, M, K], see ``PackedRow``; or None.
     """
 
     index: int
@@ -46,6 +47,7 @@ class MicroBatch:
     real: Tensor
     order: Tensor
     row_cu_seqlens: Tensor
+    routed_experts: Tensor | None
 
     @property
     def size(self) -> int:
@@ -60,6 +62,7 @@ class MicroBatch:
             cu_seqlens_kv=self.cu_seqlens,
             max_seqlen_q=self.max_seqlen,
             max_seqlen_kv=self.max_seqlen,
+            routed_experts=self.routed_experts,
         )
 
     def whole(self, outputs: Tensor) -> Tensor:
@@ -127,4 +130,11 @@ def _prepare(index: int, row: Row, config: TransformerConfig, size: int) -> Micr
         real=real.to(device),
         order=(whole_order(cu_seqlens, ranks) if ranks > 1 else torch.arange(size)).to(device),
         row_cu_seqlens=row.cu_seqlens.to(device),
+        routed_experts=None if row.routed_experts is None else _padded(row.routed_experts, real, size)[own].to(device),
     )
+
+
+def _padded(routed_experts: Tensor, real: Tensor, size: int) -> Tensor:
+    """[P, M, K] from [T, M, K]; padding goes to the first K experts, whatever comes of it."""
+    padding = torch.arange(routed_experts.shape[-1]).expand(size, *routed_experts.shape[1:])
+    return padding.index_copy(0, real, routed_experts.cpu())

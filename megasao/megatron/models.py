@@ -8,6 +8,7 @@ Invariants (tests assert them):
 - with frozen attention only ``mlp.*`` (experts or dense FFN, and the router that weighs them) and the value head move:
   the embedding, all norms, q/k/v/o projections and q/k norms stay bit-equal (SAO, arXiv 2607.07508, trains "only the
   FFN / expert projections" and the head);
+- recomputation changes no gradient, also where the layers below are frozen;
 - no dropout, no auxiliary loss, and a router's bias stays as it is, in float32: the loss is the caller's alone.
 """
 
@@ -35,6 +36,7 @@ from megasao.config.architecture import read_hf_config
 from megasao.config.model import ModelConfig, ParallelConfig
 from megasao.families import context_problem, family_of
 from megasao.families.facts import expert_count, head_dim, is_moe_layer, rope
+from megasao.megatron import router_replay
 from megasao.megatron.modules import HiddenOutput, ValueHead
 from megasao.megatron.options import passed_on
 from megasao.megatron.rope import llama3_frequencies
@@ -108,8 +110,12 @@ def build_model(role: Role, path: Path, config: Config, *, load: bool = True, fr
     chunks = [_build_gpt(role, hf_config, transformer_config, config, stage) for stage in stages]
     for gpt in chunks:
         freeze_indexers(gpt)
+        if role == "actor" and config.actor.router_replay and not frozen:
+            router_replay.install(gpt)
         if role == "critic" and config.value_model.freeze_attention:
             freeze_all_but_ffn_and_head(gpt)
+            if config.trainer.recompute != "none":
+                require_input_gradients(gpt)
         if frozen:
             gpt.requires_grad_(False)
     # Nothing of a frozen model is reduced or gathered.
@@ -141,6 +147,19 @@ def freeze_all_but_ffn_and_head(module: torch.nn.Module) -> None:
     """Stop training everything but FFN / experts / router (``.mlp.``) and the value head (``output_layer``)."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad = ".mlp." in name or name.startswith("output_layer.")
+
+
+def require_input_gradients(gpt: GPTModel) -> None:
+    """Let the gradient reach down to the first layer's input although the embedding is frozen.
+
+    Where Megatron recomputes a part whose inputs have no gradient, the part's own weights silently get none either.
+    """
+
+    def mark(embedding: torch.nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() else output
+
+    if gpt.pre_process:
+        gpt.embedding.register_forward_hook(mark)
 
 
 def freeze_indexers(module: torch.nn.Module) -> None:

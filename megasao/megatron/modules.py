@@ -104,9 +104,12 @@ class PackedRow(PackedSeqParams):
         selected: what sparse attention's layers with an indexer selected in this pass, by layer from 0, for the layers
             that share it: int32 [B, max_seqlen, k] key positions, or None where every earlier key counts. It belongs
             to the row, not to the model: rows are under way together in a pipeline, and recomputation comes later.
+        routed_experts: int64 [P / CP, M, K], the experts that this rank's tokens go to in each layer that has some;
+            None: the routers choose.
     """
 
     selected: dict[int, Tensor | None] = field(default_factory=dict)
+    routed_experts: Tensor | None = None
 
 
 def to_sequences(tokens: Tensor, row: PackedSeqParams) -> Tensor:

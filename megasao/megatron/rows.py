@@ -16,6 +16,7 @@ class Row:
         cu_seqlens: int32 [B + 1], from 0 to T.
         max_seqlen: length of the longest sequence.
         temperature: float32 [T], > 0: that of the law which each token was sampled from.
+        routed_experts: int64 [T, M, K], the experts that an engine sent each token to in each of M layers; or None.
     """
 
     tokens: Tensor
@@ -23,6 +24,7 @@ class Row:
     cu_seqlens: Tensor
     max_seqlen: int
     temperature: Tensor
+    routed_experts: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.numel() == 0:

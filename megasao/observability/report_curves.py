@@ -143,6 +143,11 @@ def _optimisation(steps: _Steps) -> list[Chart]:
             smooth=False,
             from_zero=True,
         ),
+        steps.chart(
+            "Expert load",
+            "tokens of the busiest expert over those of an average one",
+            ("busiest", "actor/expert_load_max"),
+        ),
     ]
 
 

@@ -1,8 +1,9 @@
 """Memory that one row needs for its backward pass: what each layer keeps, and the head's chunk of logits.
 
-The numbers are those of what the local specification saves, without recomputation, counted tensor by tensor; fused
-implementations keep less. ``tokens`` are those of one rank's row; with sequence parallelism a rank keeps its part of
-everything that is not cut over heads or features.
+The numbers are those of what the local specification saves, counted tensor by tensor; fused implementations keep less.
+With ``trainer.recompute: full`` a layer keeps its input, and one layer at a time is there as a whole; ``selective`` is
+counted as none, which is an upper bound. ``tokens`` are those of one rank's row; with sequence parallelism a rank keeps
+its part of everything that is not cut over heads or features.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Activations:
     tokens: int
 
     def layer(self, layer: int) -> float:
-        """What decoder layer ``layer`` (from 0) keeps."""
+        """What computing decoder layer ``layer`` (from 0) leaves behind for its backward pass."""
         hidden = 6 * self.hf_config["hidden_size"] * self._width / self._sequence
         attention = self._latent(layer) if self._is_latent else self._grouped()
         return self.tokens * (hidden + attention + self._feed_forward(layer))
@@ -57,20 +58,31 @@ class Activations:
 
     def kept(self, layers: range, *, last: bool) -> float:
         """What ``layers`` keep, and on the last stage the final norm."""
-        return sum(self.layer(layer) for layer in layers) + (self.last_stage() if last else 0.0)
+        kept = self._input() * len(layers) if self._recomputes else sum(self.layer(layer) for layer in layers)
+        return kept + (self.last_stage() if last else 0.0)
 
     def scratch(self, layers: range, *, last: bool, head: bool) -> float:
         """What the worst moment needs beyond what is kept at the end.
 
-        That is the head at work, or the last indexer, when the layers after it have kept nothing yet.
+        That is the head at work, or the last indexer, when the layers after it have kept nothing yet; with
+        recomputation also the largest layer on its way back.
         """
         at_the_end = self.kept(layers, last=last)
         worst = at_the_end + (self.logprobs() if head else 0.0)
+        if self._recomputes:
+            return max(worst - at_the_end, *(self._recomputed(layer) for layer in layers))
         indexers = [layer for layer in layers if self._is_latent and layer in indexer_layers(self.hf_config)]
         if indexers:
             before = self.kept(range(layers.start, indexers[-1] + 1), last=False)
             worst = max(worst, before + self.indexer(layers))
         return worst - at_the_end
+
+    def _input(self) -> float:
+        return self.tokens * self.hf_config["hidden_size"] * self._width / self._sequence
+
+    def _recomputed(self, layer: int) -> float:
+        """A layer that is computed again, with the gradient of its output."""
+        return self.layer(layer) + self.indexer(range(layer, layer + 1)) + self._input()
 
     def _grouped(self) -> float:
         heads = self.hf_config["num_attention_heads"]
@@ -102,6 +114,10 @@ class Activations:
         experts = routed * (6 * width + shape["hidden_size"]) / self._sequence
         shared = 5 * (shape.get("n_shared_experts") or 0) * width / self._tensor
         return (experts + shared) * self._width + 10 * 4 * expert_count(shape) / self._sequence
+
+    @property
+    def _recomputes(self) -> bool:
+        return self.config.trainer.recompute == "full"
 
     @property
     def _selects(self) -> bool:

@@ -19,6 +19,7 @@ class RoleMemory:
         parameters: numbers in its tensors.
         weights, gradients, optimizer: there all the time.
         activations: of the rows under way when most are; there while this model trains.
+        host: of the optimizer, in the host's memory.
         scratch: for a moment: the logits of the head on the last stage of an actor, or the scores of an indexer.
     """
 
@@ -26,6 +27,7 @@ class RoleMemory:
     weights: float
     gradients: float
     optimizer: float
+    host: float
     activations: float
     scratch: float
 
@@ -48,12 +50,14 @@ def stage_memory(
     mine = [tensor for tensor in tensors if stage in stages_of(tensor, stages)]
     held = {id(tensor): share_of_rank(tensor, hf_config, config.parallel) for tensor in mine}
     trained = [tensor for tensor in mine if tensor.trained]
+    optimizer = sum(held[id(t)] / _optimizer_shards(t, config) for t in trained) * _optimizer_bytes(config)
     rows, last = _rows(hf_config, config), stage == len(stages) - 1
     return RoleMemory(
         parameters=sum(held.values()),
         weights=sum(held[id(t)] * (4 if t.rule.float32 else _width(config)) for t in mine),
         gradients=sum(held[id(t)] for t in trained) * 4,
-        optimizer=sum(held[id(t)] / _optimizer_shards(t, config) for t in trained) * _optimizer_bytes(config),
+        optimizer=optimizer * (1 - offloaded(config)),
+        host=optimizer * offloaded(config),
         # Stage s of P has up to P - s rows under way.
         activations=(len(stages) - stage) * rows.kept(stages[stage], last=last),
         scratch=rows.scratch(stages[stage], last=last, head=last and role == "actor"),
@@ -67,6 +71,12 @@ def stages_of(tensor: ModelTensor, stages: list[range]) -> set[int]:
     if tensor.rule.megatron.startswith("embedding."):
         return {0, len(stages) - 1} if tensor.tied else {0}
     return {len(stages) - 1}
+
+
+def offloaded(config: Config) -> float:
+    """Share of the optimizer's state that is in the host's memory."""
+    options = config.megatron.optimizer
+    return float(options.get("optimizer_offload_fraction", 0)) if options.get("optimizer_cpu_offload") else 0.0  # type: ignore[arg-type]
 
 
 def _rows(hf_config: dict[str, Any], config: Config) -> Activations:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megasao.config import Config
-from megasao.planning.memory import GIB, RoleMemory
+from megasao.planning.memory import GIB, RoleMemory, offloaded
 from megasao.planning.plan import Plan, Stage
 
 _COLUMNS = ("stage", "layers", "model", "parameters", "weights", "gradients", "optimizer", "activations", "scratch")
@@ -42,9 +42,11 @@ def _layout(config: Config) -> Iterator[str]:
         f"{' SP' if parallel.sequence else ''}{', distributed optimizer' if parallel.distributed_optimizer else ''}"
     )
     yield f"{parallel.ranks} ranks: {shown}{options}, {config.model.dtype}"
+    recomputation = {"none": "without recomputation", "selective": "selective recomputation not counted"}
     yield (
-        f"rows of {config.trainer.token_budget} tokens; memory in GiB of the fullest rank of each stage, without "
-        "recomputation"
+        f"rows of {config.trainer.token_budget} tokens; memory in GiB of the fullest rank of each stage, "
+        f"{recomputation.get(config.trainer.recompute, 'layers recomputed')}"
+        f"{f', {offloaded(config):.0%} of the optimizer in host memory' if offloaded(config) else ''}"
     )
 
 
@@ -59,6 +61,8 @@ def _stages(plan: Plan) -> Iterator[str]:
     for index, stage in enumerate(plan.stages):
         room = plan.available - stage.peak
         verdict = "fits" if room >= 0 else f"lacks {-room / GIB:.1f} GiB"
+        host = sum(memory.host for memory in stage.roles.values()) / GIB
+        verdict += f"; {host:.1f} GiB of the host's memory a rank" if host else ""
         peak, available = stage.peak / GIB, plan.available / GIB
         yield f"stage {index}: {peak:.1f} of {available:.1f} GiB at the worst time: {verdict}"
 

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import numpy as np
+
 from megasao.config.rollout import EnvironmentConfig
 from megasao.environments.base import Environment, Prompt, StepResult
 from megasao.environments.encoding import TokenizerCodec
@@ -32,6 +34,7 @@ class Transcript:
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
     turn_starts: list[int] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    routed_experts: list[np.ndarray] = field(default_factory=list)
 
     def observe(self, ids: Sequence[int]) -> None:
         """Append tokens that the model did not choose."""
@@ -46,6 +49,15 @@ class Transcript:
             first = start + offset if self.weight_versions else 0
             if not self.weight_versions or self.weight_versions[-1][1] != version:
                 self.weight_versions.append((first, version))
+        if result.routed_experts is not None:
+            known = sum(map(len, self.routed_experts))
+            first = len(self.tokens) - 1 - len(result.routed_experts)
+            assert first <= known, "an engine computes what follows the tokens that it computed before"
+            self.routed_experts.append(result.routed_experts[known - first :])
+
+    def routing(self) -> bytes:
+        """[T, M, K] of all tokens; the last one, which the engine never ran, as the one before it."""
+        return np.concatenate([*self.routed_experts, self.routed_experts[-1][-1:]]).tobytes()
 
     def reward(self, reward: float) -> None:
         """A reward arrives now."""
@@ -135,6 +147,7 @@ class EpisodeRunner:
                 stop_token_ids=self.stop_token_ids,
                 seed=turn_seed(lease.seed, turn),
                 return_logprobs=lease.want_logprobs,
+                return_routed_experts=lease.want_routed_experts,
             ),
         )
         try:
@@ -163,6 +176,7 @@ class EpisodeRunner:
             finish_reason=finish_reason,
             rollout_logprobs=transcript.logprobs if lease.want_logprobs else None,
             temperature=lease.temperature,
+            routed_experts=transcript.routing() if lease.want_routed_experts else None,
             metrics={**transcript.metrics, "turns": float(len(transcript.turn_starts))},
             created_at=started,
             finished_at=time.time(),

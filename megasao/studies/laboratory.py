@@ -17,6 +17,7 @@ import torch
 
 from megasao.config import Config
 from megasao.config.rundir import RunDirectory
+from megasao.families.routing import Routing
 from megasao.launch.ports import free_ports
 from megasao.megatron.bridge import export_hf
 from megasao.megatron.runtime import Topology
@@ -86,6 +87,7 @@ def run_steps(config: Config, path: Path, make_rollouts: MakeRollouts = BoundedS
         critic = Critic.build(path, config, topology) if config.critic is not None else None
         estimator = Estimator(config.algorithm, topology.all_reduce_data)
         rollouts = make_rollouts(config, player)
+        routing = Routing.of(actor.model.hf_config) if config.actor.router_replay else None
         version, weights = 0, export_hf(actor.model)
         rollouts.published(version, weights)
         for step in range(config.loop.steps):
@@ -93,7 +95,13 @@ def run_steps(config: Config, path: Path, make_rollouts: MakeRollouts = BoundedS
             if config.evaluation.every and step % config.evaluation.every == 0:
                 record["evaluation/sampled"] = success(player, version, weights, temperature=1.0)
             trajectories = rollouts.next_batch(version)
-            batch = pack_trajectories(trajectories, data_rank=0, data_size=1, token_budget=config.trainer.token_budget)
+            batch = pack_trajectories(
+                trajectories,
+                data_rank=0,
+                data_size=1,
+                token_budget=config.trainer.token_budget,
+                routing=routing,
+            )
             record |= trajectory_metrics(batch.entries, version) | behaviour_metrics(trajectories) | rollouts.notes()
             result = sao_step(actor, critic, estimator, batch, step=step, config=config)
             record |= {name: value for name, value in result.metrics.items() if not name.startswith("time/")}

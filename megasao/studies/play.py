@@ -82,4 +82,5 @@ class Player:
             min_version=0,
             want_logprobs=key.is_training and self._config.wants_logprobs,
             want_versions=True,
+            want_routed_experts=key.is_training and self._config.actor.router_replay,
         )

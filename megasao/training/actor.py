@@ -6,7 +6,7 @@ Invariants:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from megasao.algorithms.kl_penalty import kl_penalties
 from megasao.algorithms.objectives import Objective, PolicyInputs, make_objective
 from megasao.config import Config
+from megasao.megatron.expert_load import ExpertLoad
 from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.optimizer import Optimizer, build_optimizer
 from megasao.megatron.options import passed_on
@@ -35,6 +36,10 @@ class Actor:
     config: Config
     reference: MegatronModel | None = None
     """The policy that the run started from, frozen; where ``algorithm.kl`` is on."""
+    expert_load: ExpertLoad = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.expert_load = ExpertLoad(self.model)
 
     @classmethod
     def build(cls, path: Path, config: Config, topology: Topology) -> "Actor":
@@ -77,13 +82,15 @@ class Actor:
             return value, stats
 
         self.optimizer.zero_grad()
-        stats = forward_backward(self.model, [r.row for r in batch.rows], loss, entropy=self.config.wants_entropy)
+        with self.expert_load.counting():
+            stats = forward_backward(self.model, [r.row for r in batch.rows], loss, entropy=self.config.wants_entropy)
         grad_norm = self.optimizer.step(rate)
         totals = reduce_stats(stats, self.topology)
         optional = {"penalty": "kl_reference", "entropy": "entropy"}
         return {
             **objective.summarize(totals),
             **{metric: float(totals[name]) for name, metric in optional.items() if name in totals},
+            **self.expert_load.summarize(),
             "loss": float(totals["loss"]),
             "grad_norm": grad_norm,
             "lr": rate,

@@ -8,8 +8,10 @@ Invariants:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from megasao.families.routing import Routing
 from megasao.megatron.rows import Row
 from megasao.trajectories.packing import PackedRow, pack_row, plan
 from megasao.trajectories.schema import Trajectory
@@ -42,8 +44,8 @@ class Batch:
     """What is known of every trajectory of the step, in the manifest's order."""
 
 
-def train_row(packed: PackedRow, trajectories: Sequence[Trajectory]) -> TrainRow:
-    """Move a packed row to torch."""
+def train_row(packed: PackedRow, trajectories: Sequence[Trajectory], routing: Routing | None = None) -> TrainRow:
+    """Move a packed row to torch; with ``routing``, also the experts that its trajectories' tokens went to."""
     return TrainRow(
         row=Row(
             tokens=torch.from_numpy(packed.tokens),
@@ -51,6 +53,7 @@ def train_row(packed: PackedRow, trajectories: Sequence[Trajectory]) -> TrainRow
             cu_seqlens=torch.from_numpy(packed.cu_seqlens),
             max_seqlen=packed.max_seqlen,
             temperature=torch.from_numpy(packed.temperature),
+            routed_experts=None if routing is None else _routed_experts(packed, trajectories, routing),
         ),
         action_mask=torch.from_numpy(packed.action_mask),
         rollout_logprobs=torch.from_numpy(packed.rollout_logprobs),
@@ -59,8 +62,25 @@ def train_row(packed: PackedRow, trajectories: Sequence[Trajectory]) -> TrainRow
     )
 
 
+def _routed_experts(packed: PackedRow, trajectories: Sequence[Trajectory], routing: Routing) -> torch.Tensor:
+    """int64 [T, M, K]. ValueError naming the trajectory whose ids are missing or not those of this model."""
+    parts = []
+    for trajectory in trajectories:
+        try:
+            parts.append(routing.decode(trajectory.routed_experts or b"", len(trajectory.tokens)))
+        except ValueError as error:
+            raise ValueError(f"trajectory {trajectory.trajectory_id}: {error}") from error
+    padding = len(packed.tokens) - sum(map(len, parts))
+    return torch.from_numpy(np.concatenate([*parts, routing.unknown(padding)]))
+
+
 def pack_trajectories(
-    trajectories: Sequence[Trajectory], *, data_rank: int, data_size: int, token_budget: int
+    trajectories: Sequence[Trajectory],
+    *,
+    data_rank: int,
+    data_size: int,
+    token_budget: int,
+    routing: Routing | None = None,
 ) -> Batch:
     """Plan the whole step from its lengths, and pack the rows of ``data_rank``."""
     by_id = {t.trajectory_id: t for t in trajectories}
@@ -70,6 +90,7 @@ def pack_trajectories(
         data_rank=data_rank,
         data_size=data_size,
         token_budget=token_budget,
+        routing=routing,
     )
 
 
@@ -96,13 +117,14 @@ def pack_manifest(
     data_rank: int,
     data_size: int,
     token_budget: int,
+    routing: Routing | None = None,
 ) -> Batch:
     """The same from a manifest: fetch only what the rows of ``data_rank`` hold."""
     rows = plan([e.tokens for e in entries], data_size=data_size, token_budget=token_budget)[data_rank]
     wanted = [entries[i].trajectory_id for row in rows for i in row]
     payload = {t.trajectory_id: t for t in fetch(wanted)} if wanted else {}
     return Batch(
-        rows=tuple(_pack([payload[entries[i].trajectory_id] for i in row]) for row in rows),
+        rows=tuple(_pack([payload[entries[i].trajectory_id] for i in row], routing) for row in rows),
         action_tokens=sum(e.action_tokens for e in entries),
         sequences=len(entries),
         tokens=sum(e.tokens for e in entries),
@@ -110,5 +132,5 @@ def pack_manifest(
     )
 
 
-def _pack(trajectories: Sequence[Trajectory]) -> TrainRow:
-    return train_row(pack_row(trajectories), trajectories)
+def _pack(trajectories: Sequence[Trajectory], routing: Routing | None) -> TrainRow:
+    return train_row(pack_row(trajectories), trajectories, routing)

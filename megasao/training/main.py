@@ -5,9 +5,11 @@ import threading
 from collections.abc import Callable
 
 from megasao.config import Config
+from megasao.config.architecture import read_hf_config
 from megasao.config.lifesign import LifeSign
 from megasao.config.rundir import RunDirectory
 from megasao.environments.encoding import TokenizerCodec
+from megasao.families.routing import Routing
 from megasao.megatron.runtime import Topology
 from megasao.observability.metrics import MetricsWriter
 from megasao.training.actor import Actor
@@ -45,6 +47,7 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology, asked_t
         keys=keys,
         high_water_mark=config.transport.high_water_mark,
     )
+    routing = Routing.of(read_hf_config(path)) if config.actor.router_replay else None
     lifesign = LifeSign(run.heartbeat(f"trainer-{topology.rank}"))
     publisher = None
     writer = None
@@ -67,7 +70,7 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology, asked_t
         if config.critic is not None
         else None,
         estimator=Estimator(config.algorithm, topology.all_reduce_data),
-        source=BatchSource(client, topology, config, lifesign, asked_to_leave),
+        source=BatchSource(client, topology, config, lifesign, routing, asked_to_leave),
         client=client,
         codec=TokenizerCodec.from_directory(path),
         publisher=publisher,

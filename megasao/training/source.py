@@ -15,6 +15,7 @@ import msgspec
 
 from megasao.config import Config
 from megasao.config.lifesign import LifeSign
+from megasao.families.routing import Routing
 from megasao.megatron.runtime import Topology
 from megasao.training.batch import Batch, pack_manifest
 from megasao.trajectories.schema import Trajectory, from_batch, from_ipc
@@ -61,6 +62,8 @@ class BatchSource:
     topology: Topology
     config: Config
     lifesign: LifeSign
+    routing: Routing | None = None
+    """Of the model, where the trajectories' experts are to be repeated."""
     asked_to_leave: Callable[[], bool] = never
 
     def next_manifest(self, step: int, version: int) -> Manifest | None:
@@ -107,6 +110,7 @@ class BatchSource:
             data_rank=self.topology.data_rank,
             data_size=self.topology.data_size,
             token_budget=self.config.trainer.token_budget,
+            routing=self.routing,
         )
 
     def _fetch(self, ids: list[str]) -> list[Trajectory]:

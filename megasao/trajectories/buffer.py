@@ -35,6 +35,7 @@ class Summary:
     reward: float
     truncated: bool
     has_logprobs: bool
+    has_routed_experts: bool
     nbytes: int
 
     def lag(self, version: int) -> int:
@@ -149,5 +150,6 @@ def _summary(row: pa.RecordBatch, version_of: Callable[[str], int]) -> Summary:
         reward=float(rewards.sum(dtype=np.float64)),
         truncated=value("finish_reason") != "done",
         has_logprobs=row.column("rollout_logprobs").null_count == 0,
+        has_routed_experts=row.column("routed_experts").null_count == 0,
         nbytes=row.nbytes,
     )

@@ -33,6 +33,7 @@ class Lease(msgspec.Struct, frozen=True):
     want_logprobs: bool = True
     want_versions: bool = True
     """Whether the trajectory is to say which weights produced each token."""
+    want_routed_experts: bool = False
 
 
 SAY_HELLO = "say Hello first"

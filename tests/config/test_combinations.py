@@ -69,6 +69,18 @@ CASES = [
         "at least one layer",
     ),
     (["parallel.sequence=true"], ["parallel.sequence=true", "parallel.tensor=2"], "parallel", "no meaning"),
+    (
+        ["actor.router_replay=true", "trainer.recompute=selective", "megatron.model.recompute_modules=[moe]"],
+        ["actor.router_replay=true", "trainer.recompute=selective", "megatron.model.recompute_modules=[core_attn]"],
+        "megatron.model.recompute_modules",
+        "without the row",
+    ),
+    (
+        ["actor.router_replay=true", "megatron.model.moe_router_fusion=true"],
+        ["megatron.model.moe_router_fusion=true"],
+        "megatron.model.moe_router_fusion",
+        "cannot replay",
+    ),
     (["rollout.temperature=0"], ["rollout.temperature=0.1"], "rollout.temperature", "greater than 0"),
     (
         ["algorithm.advantages.policy_lambda=1.1"],
@@ -151,6 +163,7 @@ MODEL_CASES: list[tuple[dict[str, Any], list[str], str]] = [
     ({"num_experts": 7}, ["parallel.expert=2"], "parallel.expert"),
     ({"moe_intermediate_size": 97}, [*TP2], "parallel.expert_tensor"),
     ({"num_experts": None}, ["parallel.expert=2"], "parallel.expert"),
+    ({"num_experts": None}, ["actor.router_replay=true"], "actor.router_replay"),
     ({"num_experts": None, "intermediate_size": 97}, ["parallel.tensor=2"], "parallel.tensor"),
     ({"max_position_embeddings": 109}, [], "environment.max_tokens"),
 ]

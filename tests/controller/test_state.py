@@ -180,6 +180,15 @@ def test_what_does_not_belong_to_a_lease_is_refused():
     assert verdict() is None
 
 
+def test_a_trajectory_without_the_experts_that_are_to_be_replayed_is_refused():
+    state = ready(make_config(actor={"router_replay": True}))
+    [lease, *_] = granted(state, 0.0)
+    assert lease.want_routed_experts
+    without, with_them = summarise(to_batch([trajectory(lease), trajectory(lease, routed_experts=b"12")]))
+    assert state.screen(without) == "routed_experts: null, and actor.router_replay needs them"
+    assert state.screen(with_them) is None
+
+
 # numbers
 
 

@@ -31,7 +31,15 @@ def train(model: Path, directory: Path, name: str, *more: str, **sections: dict[
 
 def columns(run: runs.RunDirectory) -> dict[str, list[Any]]:
     """The journal's rows by column."""
-    names = ("group_id", "prompt_id", "rollout_logprobs", "trajectory_id", "weight_versions")
+    names = (
+        "group_id",
+        "prompt_id",
+        "rollout_logprobs",
+        "routed_experts",
+        "tokens",
+        "trajectory_id",
+        "weight_versions",
+    )
     found: dict[str, list[Any]] = {name: [] for name in names}
     for batch, _ in Journal(run.journal).recover():
         for name, values in found.items():
@@ -64,6 +72,7 @@ def test_asympo_needs_no_logprobs_and_no_critic(model: Path, tmp_path: Path) -> 
     check_groups(run, 8)
     for name in ("rollout_logprobs", "weight_versions"):
         assert all(value is None for value in columns(run)[name]), "nobody asked for them"
+    assert all(ids is None for ids in columns(run)["routed_experts"])
     assert all(abs(line["actor/loss"]) < 1e-6 for line in lines), "the loss of whole groups balances"
     for line in lines:
         assert not {"actor/ratio_mean", "actor/kl_k3", "critic/loss", "data/mixed_versions"} & line.keys()
@@ -102,3 +111,14 @@ def test_a_running_mean_is_the_same_after_a_resume(model: Path, tmp_path: Path) 
     directory = run.checkpoints / "step_000003"
     assert {p.name: p.read_bytes() for p in sorted((directory / "actor").iterdir())} == saved
     assert (directory / "estimator.json").read_bytes() == baselines
+
+
+def test_routing_replay_takes_the_engines_experts(model: Path, tmp_path: Path) -> None:
+    """With one version of the weights everywhere, the actor's log-probabilities are the engine's."""
+    run = train(model, tmp_path, "sao", "actor.router_replay=true", "loop.mode=sync")
+    check_steps(run)
+    rows = columns(run)
+    layers, top_k = 2, 2
+    for tokens, ids in zip(rows["tokens"], rows["routed_experts"], strict=True):
+        assert len(ids) == len(tokens) * layers * top_k
+    assert len({choice for ids in rows["routed_experts"] for choice in ids}) > 2

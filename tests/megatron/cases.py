@@ -5,6 +5,7 @@ Tensors go to files: rank 0 writes ``payload["out"]`` with safetensors.
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,10 +32,12 @@ Payload = dict[str, Any]
 
 
 def outputs(payload: Payload) -> Any:
-    """Per-token outputs of one row of ``sequences`` at ``temperatures``."""
+    """Per-token outputs of one row of ``sequences`` at ``temperatures``, replaying ``routed_experts`` if given."""
     config, _ = _start(payload)
     model = build_model(payload.get("role", "actor"), Path(payload["path"]), config)
     row = Row.from_sequences(payload["sequences"], payload["temperatures"])
+    if "routed_experts" in payload:
+        row = replace(row, routed_experts=torch.tensor(payload["routed_experts"]))
     return [output.tolist() for output in forward_only(model, [row])]
 
 
@@ -317,7 +320,7 @@ def _start(payload: Payload) -> tuple[Config, Topology]:
     config: Config = make_config(
         Path(payload["path"]), payload.get("parallel"), payload.get("model"), **payload.get("critic", {})
     )
-    changes = {key: payload[key] for key in ("megatron", "trainer") if key in payload}
+    changes = {key: payload[key] for key in ("megatron", "trainer", "actor") if key in payload}
     config = Config.model_validate({**config.model_dump(), **changes})
     return config, runtime.set_layout(config.parallel, seed=1)
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, distributed
 
+from megasao.config.training import TrainerConfig
 from megasao.megatron import runtime, sparse_attention
 from megasao.megatron.bridge import export_hf
 from megasao.megatron.bridge.local import local_parameters
@@ -109,6 +110,7 @@ def training_peaks(payload: Payload) -> Any:
     peaks = []
     for job in payload["jobs"]:
         config = make_config(Path(job["path"]), {"ranks": 1})
+        config = config.model_copy(update={"trainer": TrainerConfig(recompute=job["recompute"])})
         runtime.set_layout(config.parallel, seed=1)
         model = build_model("actor", Path(job["path"]), config, load=False)
         tokens = torch.randint(model.hf_config["vocab_size"], (job["tokens"],)).tolist()

@@ -7,7 +7,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -16,7 +18,8 @@ from megasao.config import Config
 from megasao.config.algorithm import GpgObjective, ObjectiveOptions
 from megasao.config.load import load_config
 from megasao.config.rundir import RunDirectory
-from megasao.megatron import context, runtime
+from megasao.families.routing import Routing
+from megasao.megatron import context, models, router_replay, runtime
 from megasao.megatron.bridge import export_hf, export_tensors
 from megasao.megatron.checkpoint import ModelSnapshot, load_model, save_model
 from megasao.megatron.models import MegatronModel, build_model
@@ -67,6 +70,17 @@ def trajectories(step: int, count: int = 13) -> list[Trajectory]:
     return [trajectory(number, generator) for number in range(count)]
 
 
+def routed_anywhere(rows: list[Trajectory], routing: Routing) -> list[Trajectory]:
+    """The same, with experts drawn at random for every token of every layer."""
+    generator = np.random.default_rng(len(rows))
+
+    def ids(row: Trajectory) -> bytes:
+        order = generator.random((len(row.tokens), routing.layers, routing.experts)).argsort(-1)
+        return order[..., : routing.top_k].astype(routing.dtype).tobytes()
+
+    return [replace(row, routed_experts=ids(row)) for row in rows]
+
+
 def grouped(rows: list[Trajectory], size: int) -> list[Trajectory]:
     """The same in groups of ``size``, side by side."""
     return [replace(row, group_id=f"g{number // size}") for number, row in enumerate(rows)]
@@ -77,12 +91,16 @@ def sao_steps(payload: Payload) -> Any:
 
     ``mutation`` is a mistake that must show: "local_denominator" divides by the rank's own action tokens; "batched_p2p"
     lets pipeline stages send as Megatron does by default; "unsummed_context" takes gradients of gathered keys for
-    complete; "ungathered_weights" goes on with weights of which other ranks have updated their part.
+    complete; "ungathered_weights" goes on with weights of which other ranks have updated their part; "replay_of_rank_0"
+    takes the experts of a row's first tokens on every tensor-parallel rank; "frozen_input" lets no gradient reach the
+    input of a critic's first layer.
     """
     config = sao_config(payload)
     topology = runtime.set_layout(config.parallel, seed=1)
     actor = Actor.build(Path(payload["path"]), config, topology)
-    critic = Critic.build(Path(payload["path"]), config, topology) if config.critic is not None else None
+    marked = payload.get("mutation") != "frozen_input"
+    with nullcontext() if marked else patch.object(models, "require_input_gradients"):
+        critic = Critic.build(Path(payload["path"]), config, topology) if config.critic is not None else None
     estimator = Estimator(config.algorithm, topology.all_reduce_data)
     with _mistake(payload.get("mutation"), actor):
         return _run_steps(payload, config, topology, actor, critic, estimator)
@@ -91,7 +109,7 @@ def sao_steps(payload: Payload) -> Any:
 @contextmanager
 def _mistake(name: str | None, actor: Actor) -> Iterator[None]:
     """Do something wrong, on purpose, inside the block."""
-    gather = context.gather_tokens
+    gather, own = context.gather_tokens, router_replay.own_tokens
     if name == "batched_p2p":
         actor.model.transformer_config.overlap_p2p_comm = False
         actor.model.transformer_config.batch_p2p_comm = True
@@ -100,8 +118,10 @@ def _mistake(name: str | None, actor: Actor) -> Iterator[None]:
     if name == "ungathered_weights":
         for chunk in actor.model.chunks:
             chunk.disable_forward_pre_hook()
+    if name == "replay_of_rank_0":
+        router_replay.own_tokens = lambda whole: whole[: len(whole) // 2]
     yield
-    context.gather_tokens = gather
+    context.gather_tokens, router_replay.own_tokens = gather, own
 
 
 def _run_steps(
@@ -110,11 +130,14 @@ def _run_steps(
     roles = {"actor": actor} | ({"critic": critic} if critic is not None else {})
     metrics = []
     for step in range(payload["steps"]):
+        rows = grouped(trajectories(step, payload.get("count", 13)), payload.get("group_size", 1))
+        routing = Routing.of(actor.model.hf_config) if config.actor.router_replay else None
         batch = pack_trajectories(
-            grouped(trajectories(step, payload.get("count", 13)), payload.get("group_size", 1)),
+            routed_anywhere(rows, routing) if routing else rows,
             data_rank=topology.data_rank,
             data_size=topology.data_size,
             token_budget=payload.get("token_budget", 4096),
+            routing=routing,
         )
         if payload.get("mutation") == "local_denominator":
             batch = _local_denominator(batch)

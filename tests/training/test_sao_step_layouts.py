@@ -95,8 +95,11 @@ def difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) ->
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
-def check_equal(outcome: Outcome, reference: Outcome) -> None:
-    """In fp32: losses of all steps, gradients of the first (the largest is 0.06 for the actor), weights at the end."""
+def check_equal(outcome: Outcome, reference: Outcome, gradients: float = 1.7e-6) -> None:
+    """In fp32: losses of all steps, gradients of the first (the largest is 0.06 for the actor), weights at the end.
+
+    ``gradients``: bound on a gradient's difference, as a share of the largest gradient.
+    """
     for step, (got, expected) in enumerate(zip(outcome.metrics, reference.metrics, strict=True)):
         for name in ("actor/loss", "critic/loss", "critic/value_mean"):
             assert abs(got[name] - expected[name]) < 2e-6, (name, step)
@@ -107,7 +110,7 @@ def check_equal(outcome: Outcome, reference: Outcome) -> None:
     for role in ("actor", "critic"):
         largest = max(float(g.abs().max()) for g in reference.tensors[f"{role}-gradients"].values())
         gap = difference(outcome.tensors[f"{role}-gradients"], reference.tensors[f"{role}-gradients"])
-        assert gap < 1.7e-6 * largest, (role, gap, largest)
+        assert gap < gradients * largest, (role, gap, largest)
         assert difference(outcome.tensors[f"{role}-weights"], reference.tensors[f"{role}-weights"]) < 1e-6, role
 
 
@@ -140,6 +143,24 @@ def test_other_layout_equals_one_process(name: str, checkpoint: Path, reference:
 @pytest.mark.parametrize("tokens", [64, 4096])
 def test_short_rows_equal_one_long_row(tokens: int, checkpoint: Path, reference: Outcome, tmp_path: Path) -> None:
     check_equal(run(checkpoint, tmp_path / "out", {"ranks": 2}, token_budget=tokens), reference)
+
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "full": {"trainer": {"recompute": "full"}},
+    "experts": {"trainer": {"recompute": "selective"}, "megatron": {"model": {"recompute_modules": ["moe"]}}},
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_recomputation_changes_nothing(name: str, checkpoint: Path, reference: Outcome, tmp_path: Path) -> None:
+    """Also for the critic, below whose experts everything is frozen."""
+    parallel = {"ranks": 2, **PP2}
+    settings = {**RECOMPUTE[name], "parallel": parallel}
+    check_equal(run(checkpoint, tmp_path / "right", parallel, settings=settings), reference)
+    wrong = run(checkpoint, tmp_path / "wrong", parallel, settings=settings, mutation="frozen_input", steps=1)
+    largest = max(float(gradient.abs().max()) for gradient in reference.tensors["critic-gradients"].values())
+    gap = difference(wrong.tensors["critic-gradients"], reference.tensors["critic-gradients"])
+    assert gap > 100 * 1.7e-6 * largest, "weights without their gradient would be noticed"
 
 
 @pytest.mark.parametrize(

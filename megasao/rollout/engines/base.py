@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -22,6 +24,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     return_logprobs: bool = True
+    return_routed_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,9 @@ class GenerateResult:
 
     ``weight_versions``: run-length (first output index, version), starting at index 0, strictly increasing
     indices. ``finish_reason``: ``stop`` (a stop token was sampled, and is the last output id), ``length``, or
-    ``abort`` (the tokens so far are returned).
+    ``abort`` (the tokens so far are returned). ``routed_experts``: where they were asked for, the experts that the last
+    tokens of input and output but the very last went to, [n, M, K] in the dtype of ``megasao.families.routing``: all
+    those that this request computed, each as it was when it was first computed.
     """
 
     output_ids: list[int]
@@ -48,6 +53,7 @@ class GenerateResult:
     weight_versions: list[tuple[int, int]]
     finish_reason: Literal["stop", "length", "abort"]
     metrics: dict[str, float] = field(default_factory=dict)
+    routed_experts: np.ndarray | None = None
 
 
 class EngineError(RuntimeError):

@@ -24,7 +24,7 @@ import torch
 
 from megasao.config.rollout import EmbeddedEngineConfig
 from megasao.rollout.engines.base import Engine, EngineError, GenerateRequest, GenerateResult
-from megasao.rollout.engines.embedded_model import EmbeddedModel, ModelStep
+from megasao.rollout.engines.embedded_model import EmbeddedModel, ModelStep, StepOutput
 from megasao.rollout.engines.running import RunningRequest, check_request
 from megasao.rollout.engines.sampler import derive_seed
 from megasao.rollout.engines.slot_attention import StepRow
@@ -99,6 +99,8 @@ class EmbeddedEngine(Engine):
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         model = self._check_alive()
         check_request(request, vocab_size=model.vocab_size, max_total_tokens=self._max_total)
+        if request.sampling.return_routed_experts and model.recorder.routing is None:
+            raise ValueError(f"request {request.request_id!r} asks for routed experts of a model that has none")
         if request.request_id in self._by_id:
             raise ValueError(f"request {request.request_id!r} is already running; request ids must be unique")
         if request.session_id in self._sessions:
@@ -179,10 +181,10 @@ class EmbeddedEngine(Engine):
                     await self._wake.wait()
                     continue
                 started = time.perf_counter()
-                sampled = await loop.run_in_executor(self._thread, model.step, self._work(rows))
+                output = await loop.run_in_executor(self._thread, model.step, self._work(rows))
                 self._totals["busy_seconds"] += time.perf_counter() - started
                 self._totals["decode_steps"] += 1
-                self._apply(model, rows, sampled)
+                self._apply(model, rows, output)
             self._fail("the embedded engine was closed")
         except Exception as error:  # whatever broke the step ends every request, by name
             self._fail(f"the embedded engine failed at weight version {self._version}: {error!r}", error)
@@ -233,20 +235,25 @@ class EmbeddedEngine(Engine):
         return ModelStep(
             rows=[StepRow(running.slot.index, len(running.slot.tokens), tokens) for running, tokens in rows],
             samples=[running.sample_row() if running.completes(tokens) else None for running, tokens in rows],
+            record_routing=any(running.request.sampling.return_routed_experts for running, _ in rows),
         )
 
     def _apply(
         self,
         model: EmbeddedModel,
         rows: list[tuple[RunningRequest, list[int]]],
-        sampled: dict[int, tuple[int, float]],
+        output: StepOutput,
     ) -> None:
+        done = 0
         for index, (running, tokens) in enumerate(rows):
+            if output.routed_experts is not None and running.request.sampling.return_routed_experts:
+                running.record(len(running.slot.tokens), output.routed_experts[done : done + len(tokens)])
+            done += len(tokens)
             running.slot.tokens.extend(tokens)
             self._totals["prefill_tokens"] += len(tokens) if len(tokens) > 1 or not running.output_ids else 0
-            if index not in sampled:
+            if index not in output.samples:
                 continue
-            token, logprob = sampled[index]
+            token, logprob = output.samples[index]
             if not math.isfinite(logprob):
                 self._refuse(model, running)
                 continue

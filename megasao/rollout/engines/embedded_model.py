@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from megasao.rollout.engines.checkpoint_names import CheckpointLayout
+from megasao.rollout.engines.routing_recorder import RoutingRecorder
 from megasao.rollout.engines.sampler import SampleRow, sample
 from megasao.rollout.engines.slot_attention import ATTENTION_NAME, SlotCache, StepBatch, StepRow, register
 
@@ -36,6 +38,16 @@ class ModelStep:
 
     rows: Sequence[StepRow]
     samples: Sequence[SampleRow | None]
+    record_routing: bool = False
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """``samples``: (token, log-probability) by row index where a sample was asked for. ``routed_experts``: where they
+    were to be recorded, [N, M, K], the choices of all N tokens of the step, row after row."""
+
+    samples: dict[int, tuple[int, float]]
+    routed_experts: np.ndarray | None
 
 
 class EmbeddedModel:
@@ -49,6 +61,7 @@ class EmbeddedModel:
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
         self.cache = SlotCache(slots, max_tokens)
         self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
+        self.recorder = RoutingRecorder(self.model, self.model.config.get_text_config().to_dict())
         _check_loaded(self.layout, tensors, path)
         self._check_forward()
 
@@ -66,14 +79,16 @@ class EmbeddedModel:
         return output.logits[0]
 
     @torch.inference_mode()
-    def step(self, work: ModelStep) -> dict[int, tuple[int, float]]:
-        """Run one step; (token, log-probability) by row index where a sample was asked for."""
+    def step(self, work: ModelStep) -> StepOutput:
+        """Run one step."""
         wanted = [index for index, row in enumerate(work.samples) if row is not None]
+        self.recorder.recording = work.record_routing
         logits = self.logits(work.rows, wanted)
+        routed = self.recorder.taken()
         if not wanted:
-            return {}
+            return StepOutput({}, routed)
         tokens, logprobs = sample(logits, [row for row in work.samples if row is not None])
-        return {index: (token, logprob) for index, token, logprob in zip(wanted, tokens, logprobs, strict=True)}
+        return StepOutput({index: (t, p) for index, t, p in zip(wanted, tokens, logprobs, strict=True)}, routed)
 
     def stage(self, version: int, tensors: Mapping[str, Any]) -> None:
         """Copy a complete set of checkpoint tensors; an earlier staged one is replaced. ValueError if wrong."""

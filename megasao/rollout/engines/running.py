@@ -5,6 +5,8 @@ import math
 import time
 from typing import Literal
 
+import numpy as np
+
 from megasao.rollout.engines.base import EngineError, GenerateRequest, GenerateResult
 from megasao.rollout.engines.sampler import SampleRow, uniform
 from megasao.rollout.engines.slots import Slot
@@ -26,6 +28,8 @@ class RunningRequest:
         self._queued_at = time.perf_counter()
         self._admitted_at = self._queued_at
         self._cached = 0
+        self._routed: list[np.ndarray] = []
+        self._routed_end = 0
 
     @property
     def slot(self) -> Slot:
@@ -62,6 +66,12 @@ class RunningRequest:
             return "stop"
         return "length" if len(self.output_ids) == sampling.max_new_tokens else None
 
+    def record(self, start: int, chosen: np.ndarray) -> None:
+        """Take the experts [n, M, K] of tokens ``start``..; those of tokens that were computed before stay as known."""
+        first = start if not self._routed else self._routed_end
+        self._routed.append(chosen[max(0, first - start) :])
+        self._routed_end = max(first, start + len(chosen))
+
     def resolve(self, reason: Literal["stop", "length", "abort"]) -> None:
         """Give the caller its result."""
         if self.future.done():
@@ -73,6 +83,7 @@ class RunningRequest:
                 logprobs=self.logprobs if self.request.sampling.return_logprobs else None,
                 weight_versions=self.weight_versions,
                 finish_reason=reason,
+                routed_experts=np.concatenate(self._routed) if self._routed else None,
                 metrics={
                     "cached_tokens": float(self._cached),
                     "queue_seconds": (self._admitted_at if self._slot else now) - self._queued_at,
