@@ -70,7 +70,7 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology, asked_t
         if config.critic is not None
         else None,
         estimator=Estimator(config.algorithm, topology.all_reduce_data),
-        source=BatchSource(client, topology, config, lifesign, asked_to_leave, routing),
+        source=BatchSource(client, topology, config, lifesign, routing, asked_to_leave),
         client=client,
         codec=TokenizerCodec.from_directory(path),
         publisher=publisher,

@@ -62,9 +62,9 @@ class BatchSource:
     topology: Topology
     config: Config
     lifesign: LifeSign
-    asked_to_leave: Callable[[], bool] = never
     routing: Routing | None = None
     """Of the model, where the trajectories' experts are to be repeated."""
+    asked_to_leave: Callable[[], bool] = never
 
     def next_manifest(self, step: int, version: int) -> Manifest | None:
         """The step's manifest, or None where the run is to leave; the same on every rank.

@@ -165,7 +165,7 @@ def leaving(config: Any, rank: int, sent: list[bytes], asked: bool, answer: Any)
     world: Any = World(rank, sent)
     client: Any = SimpleNamespace(request=lambda *_, **__: (answer, b""))
     lifesign: Any = SimpleNamespace(beat=lambda: None)
-    return BatchSource(client, world, config, lifesign, lambda: asked)
+    return BatchSource(client, world, config, lifesign, asked_to_leave=lambda: asked)
 
 
 def test_all_ranks_leave_when_the_first_is_asked_to() -> None:
