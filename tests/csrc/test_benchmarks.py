@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megasao.ops.extension import load_extension
-from tests.engines.sglang_server import needs_sglang
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,11 +43,3 @@ def test_logprobs(tmp_path: Path) -> None:
     run("logprobs.py", *sizes, "--json", str(report))
     rows = json.loads(report.read_text())["rows"]
     assert rows["plain"]["loss"] == pytest.approx(rows["4"]["loss"], rel=1e-5)
-
-
-@needs_sglang
-@pytest.mark.full
-def test_rollout_worker(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    run("rollout_worker.py", "--episodes=8", "--concurrency=4", "--repeats=1", "--json", str(report))
-    assert json.loads(report.read_text())["ratio"] > 0

@@ -126,6 +126,22 @@ def test_an_episode_stays_on_its_server_and_uses_its_cache_again(world: World) -
     world.run(body)
 
 
+async def stopped_in_the_middle(fleet: Fleet, world: World) -> tuple[asyncio.Task[GenerateResult], RunningServer]:
+    """A request with less than half of its tokens, and its server, stopped. On a busy machine it may be too late."""
+    for number in range(20):
+        name, before = f"episode-{number}", fleet.stats()["generated_tokens"]
+        running = asyncio.create_task(fleet.generate(make_request(name)))
+        await until_generated(fleet, 10)
+        server = world.server(fleet._placed[name].url)
+        server.signal(signal.SIGSTOP)
+        await asyncio.sleep(0.3)  # what was under way arrives
+        if fleet.stats()["generated_tokens"] - before < LONG // 2:
+            return running, server
+        server.signal(signal.SIGCONT)
+        await running
+    raise AssertionError("no request was stopped in time")
+
+
 @needs_sglang
 @pytest.mark.parametrize("how", ["drain", "hang", "kill"])
 def test_an_episode_outlives_its_server(world: World, how: str) -> None:
@@ -133,13 +149,14 @@ def test_an_episode_outlives_its_server(world: World, how: str) -> None:
 
     async def body(fleet: Fleet) -> tuple[GenerateResult, GenerateResult]:
         whole = await fleet.generate(make_request("whole"))
-        running = asyncio.create_task(fleet.generate(make_request("episode")))
-        await until_generated(fleet, 10)
-        lost = world.server(fleet._placed["episode"].url)
+        running, lost = await stopped_in_the_middle(fleet, world)
         if how == "drain":
-            await fleet.drain(lost.url)
-        else:
-            lost.signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            draining = asyncio.create_task(fleet.drain(lost.url))
+            await asyncio.sleep(0.1)
+            lost.signal(signal.SIGCONT)
+            await draining
+        elif how == "kill":
+            lost.signal(signal.SIGKILL)
         result = await running
         assert lost.url not in fleet.usable
         assert fleet.stats()["continued_requests"] == 1
