@@ -59,6 +59,7 @@ def draw_curves(
         lowest, highest = [min(column) for _, column in shown], [max(column) for _, column in shown]
         axes.fill_between(places, lowest, highest, color=colour, alpha=0.12, linewidth=0)
     axes.set_title(title, fontsize=10)
+    axes.set_xlabel("step", fontsize=8)
     if legend:
         axes.legend(fontsize=7, frameon=False)
 
