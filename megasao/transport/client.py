@@ -82,7 +82,10 @@ class ControllerClient:
         end = time.monotonic() + wait_s
         if not self._socket.poll(max(1, int(wait_s * 1000)), zmq.POLLOUT):
             return None
-        self._socket.send_multipart(frames)
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:  # the connection was lost since the question
+            return None
         left_ms = max(1, int((end - time.monotonic()) * 1000))
         return self._socket.recv_multipart() if self._socket.poll(left_ms, zmq.POLLIN) else None
 
