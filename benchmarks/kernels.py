@@ -206,6 +206,7 @@ def main() -> None:
             times["memory bound, 25 B/token"] = bound
             show(f"GAE, {tokens:.0e} tokens in sequences of {length}", times, "fused, out=")
             record[f"gae/{tokens}/{length}"] = times
+    for tokens in sizes if options.quick else [1_000, 10_000, 100_000, *sizes]:
         times = dis_row(tokens, budget, options.compile)
         show(f"DIS forward + backward with statistics, {tokens:.0e} tokens", times, "fused")
         record[f"dis/{tokens}"] = times
