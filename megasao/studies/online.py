@@ -14,6 +14,8 @@ from megasao.studies.fleet import SimulatedFleet
 from megasao.studies.study import CHAIN_MODEL, GLOBAL_MEAN, Arm, Numbers, Run, Study, curve
 
 RECOVERED = 0.9
+LOST = 0.5
+"""Below this part of the level before the first switch, there is nothing to recover at the second."""
 WINDOW = 5
 """Steps whose mean counts as the level of the reward."""
 
@@ -34,7 +36,9 @@ def numbers(run: Run) -> Numbers:
         before = _level(run, start - 1)
         if number == 1:
             found["reward before"] = before
-        recovered = next((s for s in range(start + WINDOW, end) if _level(run, s) >= RECOVERED * before), None)
+        lost = before < LOST * (found["reward before"] or 0.0)
+        steps = () if lost else range(start + WINDOW, end)
+        recovered = next((s for s in steps if _level(run, s) >= RECOVERED * before), None)
         since = (
             {}
             if recovered is None
