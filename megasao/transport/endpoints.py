@@ -31,9 +31,12 @@ def is_loopback(address: str) -> bool:
     if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        found = ipaddress.ip_address(host)
     except ValueError:
         return False
+    # As an IPv6 socket names an IPv4 address that it is bound to.
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
 
 
 def bind_router(context: Any, address: str, *, high_water_mark: int, keys: CurveKeys | None = None) -> Any:

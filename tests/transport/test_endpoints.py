@@ -23,6 +23,8 @@ NEVER_MS = 400
         ("tcp://127.8.9.1:1", True),
         ("tcp://localhost:1", True),
         ("tcp://[::1]:1", True),
+        ("tcp://[::ffff:127.0.0.1]:1", True),
+        ("tcp://[::ffff:10.0.0.1]:1", False),
         ("ipc:///tmp/x", True),
         ("tcp://*:1", False),
         ("tcp://0.0.0.0:1", False),
