@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megasao.config.rollout import EvaluationConfig
+from megasao.config.rollout import EvaluationConfig, ObservabilityConfig
 from megasao.config.rundir import RunDirectory
 from megasao.config.training import CheckpointConfig
 from megasao.training import loop
@@ -79,7 +79,7 @@ def test_a_step_killed_in_its_checkpoint_has_its_line(monkeypatch: pytest.Monkey
         "source": source,
         "writer": SimpleNamespace(log=lambda *line: lines.append(line)),
         "topology": SimpleNamespace(rank=0),
-        "config": SimpleNamespace(observability=SimpleNamespace(examples_every=10), warmup_steps=9),
+        "config": SimpleNamespace(observability=ObservabilityConfig(examples_every=10), warmup_steps=9),
     }
     with pytest.raises(InterruptedError):
         Killed(**parts, progress=Progress(step=1)).train_step()
