@@ -19,7 +19,7 @@ def numbers(run: Run) -> Numbers:
         "end reward": mean_after(run, "evaluation/sampled", LAST),
         "best reward": max(record.get("evaluation/sampled") or 0.0 for record in run.records),
         "share masked": share_masked(run),
-        "largest |log ratio|, mean": max(record.get("actor/log_ratio_abs_mean") or 0.0 for record in run.records),
+        "largest abs(log ratio), mean": max(record.get("actor/log_ratio_abs_mean") or 0.0 for record in run.records),
         "S of negative responses": mean_after(run, "actor/negative_nll", LAST),
     }
 
