@@ -324,6 +324,20 @@ def trainer(
         run_trainer(directory, config)
 
 
+@app.command()
+def critic(run: RunPath) -> None:
+    """Role: one rank of a critic in a world of its own (started by the launcher; the world is in the environment)."""
+    from megasao.launch.world import world_of_srun
+
+    directory, config = _begin_role(run)
+    if not config.critic_is_separate:
+        raise UserError(f"{run}: the critic is no role of its own here (critic.placement is not separate)")
+    os.environ.update(world_of_srun(os.environ))
+    from megasao.training.main import run_critic
+
+    run_critic(directory, config)
+
+
 def _load_checked(config_file: Path, overrides: list[str] | None) -> "tuple[Config, bool]":
     """The config, and whether its model is there."""
     from megasao.config.load import load_with_places

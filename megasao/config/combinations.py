@@ -145,6 +145,23 @@ def estimator(config: "Config") -> Iterator[Problem]:
         yield Problem("algorithm.advantages.name", reason)
 
 
+def critic_placement(config: "Config") -> Iterator[Problem]:
+    """Only a critic in a world of its own has a layout of its own, and its rows hold an episode."""
+    critic, longest = config.critic, config.environment.max_tokens
+    if critic is None:
+        return
+    for name in ("parallel", "token_budget") if critic.placement == "colocated" else ():
+        if getattr(critic, name) is not None:
+            reason = "has no reader while critic.placement = colocated, where the critic is on the actor's ranks"
+            yield Problem(f"critic.{name}", f"{reason}; set critic.placement to separate, or take it out")
+    if critic.token_budget is not None and critic.token_budget < longest:
+        reason = f"an episode of environment.max_tokens = {longest} does not fit a row of {critic.token_budget} tokens"
+        yield Problem("critic.token_budget", f"{reason}; use a budget of at least {longest}")
+    if critic.placement == "separate" and config.slurm is not None:
+        reason = "a Slurm job does not start a critic in a world of its own yet; use colocated, or take slurm out"
+        yield Problem("critic.placement", reason)
+
+
 def value_pretraining(config: "Config") -> Iterator[Problem]:
     """There is a critic to pretrain, and it starts from one place."""
     if config.value_pretraining is None:
@@ -274,6 +291,7 @@ def sglang(config: "Config") -> Iterator[Problem]:
 RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     batch,
     estimator,
+    critic_placement,
     value_pretraining,
     groups,
     objective,

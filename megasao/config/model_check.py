@@ -25,6 +25,7 @@ def check_model(config: Config) -> bool:
     except ValueError as error:
         raise ConfigError(str(path), [Problem("model.path", str(error))]) from None
     problems = [*layout_problems(config, shape), *untrainable(config, shape), *_files(path.parent)]
+    problems += critic_layout_problems(config, shape)
     if problems:
         raise ConfigError(str(path), problems)
     return True
@@ -34,6 +35,14 @@ def layout_problems(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
     """What of the layout and the lengths does not fit a model with config.json ``shape``."""
     yield from _layout(config, shape)
     yield from _lengths(config, shape)
+
+
+def critic_layout_problems(config: Config, shape: dict[str, Any]) -> list[Problem]:
+    """The same of a separate critic's own layout; nothing where it has none."""
+    if config.critic is None or config.critic.parallel is None:
+        return []
+    found = [*_layout(config.of_critic, shape), *untrainable(config.of_critic, shape)]
+    return [Problem(f"critic.{each.path}", each.reason) for each in found if each.path.startswith("parallel.")]
 
 
 def untrainable(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:

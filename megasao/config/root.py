@@ -79,6 +79,20 @@ class Config(Section):
         return self.critic
 
     @property
+    def critic_is_separate(self) -> bool:
+        """Whether the critic is in a world of its own."""
+        return self.critic is not None and self.critic.placement == "separate"
+
+    @property
+    def of_critic(self) -> "Config":
+        """What the critic's ranks read: of a separate critic, with its own layout and rows as those of the trainer."""
+        if self.critic is None or not self.critic_is_separate:
+            return self
+        budget = self.critic.token_budget or self.trainer.token_budget
+        trainer = self.trainer.model_copy(update={"token_budget": budget})
+        return self.model_copy(update={"parallel": self.critic.parallel or self.parallel, "trainer": trainer})
+
+    @property
     def warmup_steps(self) -> int:
         """First steps, in which only the critic is trained."""
         return self.critic.warmup_steps if self.critic is not None else 0

@@ -42,6 +42,8 @@ class Endpoints:
     weights: str
     torch_host: str
     torch_port: int
+    critic: str = ""
+    """Where a critic in a world of its own is asked; empty where there is none."""
     engines: dict[str, str] = field(default_factory=dict)
     """Base address of each SGLang server by its role's name."""
 

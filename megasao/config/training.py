@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from megasao.config.base import Section
+from megasao.config.model import ParallelConfig
 
 
 class OptimizerConfig(Section):
@@ -49,6 +50,23 @@ class CriticConfig(Section):
     warmup_steps: int = Field(10, ge=0, description="First steps, in which only the critic is trained.")
     freeze_attention: bool = Field(True, description="Keep attention fixed: only FFN / experts and the head train.")
     head_bias: float = Field(0.0, description="Initial bias of the value head (its weight starts at zero).")
+    placement: Literal["colocated", "separate"] = Field(
+        "colocated",
+        description="colocated: on the actor's ranks; separate: a world of its own, whose updates go on beside the "
+        "actor's.",
+    )
+    parallel: ParallelConfig | None = Field(
+        None, description="Layout of a separate critic's own ranks; null is that of the actor's, parallel."
+    )
+    token_budget: int | None = Field(
+        None, ge=16, description="Most tokens in one packed row of a separate critic; null is trainer.token_budget."
+    )
+    timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        description="Longest wait of the actor's world for a separate critic: its start, values, or updates. Make it "
+        "longer than a step of either.",
+    )
     value_clip: float | None = Field(
         None, gt=0, description="PPO's value clipping: how far values may profit from moving in one step; null is off."
     )

@@ -113,11 +113,22 @@ class LocalRun:
         return Unit(name, lambda: [engine_role(self.run, self.config, self._command, index)], ends_by_itself=False)
 
     def world(self, stage: str) -> Unit:
-        """Every rank of a stage: ``trainer``, ``sft`` or ``value``."""
+        """Every rank of a stage: ``trainer``, ``sft`` or ``value``.
+
+        A critic in a world of its own belongs to the unit of the trainer: if either dies, both go on from the same
+        checkpoint.
+        """
+        worlds = [stage, "critic"] if stage == "trainer" and self.config.critic_is_separate else [stage]
 
         def make_roles() -> list[Role]:
-            (port,) = free_ports(1)  # a new one each time: the old one may still be waiting in the kernel
-            return trainer_roles(self.run, self.config, self._command, stage=stage, host="127.0.0.1", port=port)
+            ports = free_ports(len(worlds))  # new ones each time: the old ones may still be waiting in the kernel
+            places = zip(worlds, ports, strict=True)
+            run, config, command = self.run, self.config, self._command
+            return [
+                role
+                for world, port in places
+                for role in trainer_roles(run, config, command, stage=world, host="127.0.0.1", port=port)
+            ]
 
         return Unit(stage, make_roles)
 

@@ -58,7 +58,7 @@ def new_endpoints(config: Config) -> Endpoints:
     """Addresses on ports that are free now."""
     host = "127.0.0.1" if config.transport.host == "localhost" else config.transport.host
     names, first = all_engine_names(config), config.rollout.sglang.first_port
-    controller, weights, torch_port, *ports = free_ports(3 + (len(names) if first is None else 0), host)
+    controller, weights, torch_port, critic, *ports = free_ports(4 + (len(names) if first is None else 0), host)
     if first is not None:
         ports = list(range(first, first + len(names)))
     return Endpoints(
@@ -66,6 +66,7 @@ def new_endpoints(config: Config) -> Endpoints:
         weights=f"tcp://{host}:{weights}",
         torch_host="127.0.0.1",
         torch_port=torch_port,
+        critic=f"tcp://{host}:{critic}" if config.critic_is_separate else "",
         engines={name: f"http://127.0.0.1:{port}" for name, port in zip(names, ports, strict=False)},
     )
 

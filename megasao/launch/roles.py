@@ -19,7 +19,8 @@ EVERYWHERE = {
 """Variables of every role."""
 
 RoleCommand = Callable[[str, int], list[str]]
-"""(role, index) -> command; roles: ``controller``, ``rollout``, ``engine``, ``trainer``, ``sft`` and ``value``."""
+"""(role, index) -> command; roles: ``controller``, ``rollout``, ``engine`` and ``critic``, and the stages of a trainer:
+``trainer``, ``sft`` and ``value``."""
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -69,14 +70,15 @@ def engine_role(run: RunDirectory, config: Config, command: RoleCommand, index: 
 def trainer_roles(
     run: RunDirectory, config: Config, command: RoleCommand, *, stage: str, host: str, port: int
 ) -> list[Role]:
-    """All ranks of one world, which meet at ``host:port``; ``stage`` is ``trainer``, ``sft`` or ``value``."""
+    """All ranks of one world, which meet at ``host:port``; ``stage``: ``trainer``, ``critic``, ``sft`` or ``value``."""
+    ranks = (config.of_critic if stage in ("critic", "value") else config).parallel.ranks
     roles = []
-    for rank in range(config.parallel.ranks):
+    for rank in range(ranks):
         world = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(config.parallel.ranks),
-            "LOCAL_WORLD_SIZE": str(config.parallel.ranks),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
         }

@@ -2,6 +2,7 @@
 
 Layout: ``checkpoints/step_000050/{actor/, critic/, rng-<rank>.safetensors, trainer.json, estimator.json,
 controller.json, COMPLETE}`` and the pointer file ``checkpoints/latest``. Without a critic there is no ``critic/``.
+A critic in a world of its own writes ``critic/`` and ``rng-critic-<rank>.safetensors``; the actor's world the rest.
 
 Invariants (tests assert them):
 - ``COMPLETE`` is written last, ``latest`` after it; a directory without ``COMPLETE`` is never loaded;
@@ -31,6 +32,7 @@ from megasao.training.estimator import Estimator
 
 COMPLETE = "COMPLETE"
 LATEST = "latest"
+CRITIC_RNG = "rng-critic"
 _RUNNING, _WRITTEN, _FAILED = range(3)
 
 
@@ -70,6 +72,7 @@ class Pending:
     rng: dict[str, torch.Tensor]
     documents: dict[str, str]
     """Files of rank 0, by name; empty on the others."""
+    rng_name: str = "rng"
     error: BaseException | None = field(default=None, init=False)
     _writer: threading.Thread | None = field(default=None, init=False)
 
@@ -101,8 +104,7 @@ class Pending:
     def complete(self, keep: int) -> Path:
         """Make it the latest checkpoint and remove old ones. After :meth:`written`; every rank enters."""
         if self.topology.rank == 0:
-            for name, snapshot in self.models.items():
-                snapshot.write_manifest(self.directory / name)
+            self.complete_models()
             for name, text in self.documents.items():
                 write_atomically(self.directory / name, text)
             write_atomically(self.directory / COMPLETE, "")
@@ -111,11 +113,16 @@ class Pending:
         self.topology.barrier()
         return self.directory
 
+    def complete_models(self) -> None:
+        """Make this world's models whole. After :meth:`written`, on rank 0."""
+        for name, snapshot in self.models.items():
+            snapshot.write_manifest(self.directory / name)
+
     def _write(self) -> None:
         try:
             for name, snapshot in self.models.items():
                 snapshot.write(self.directory / name)
-            rng = self.directory / f"rng-{self.topology.rank}.safetensors"
+            rng = self.directory / f"{self.rng_name}-{self.topology.rank}.safetensors"
             save_file(self.rng, rng)
             sync(rng)
         except Exception as error:  # told to every rank by written()
@@ -156,6 +163,14 @@ def begin(
     return pending
 
 
+def begin_critic(run: RunDirectory, progress: Progress, critic: Critic, topology: Topology) -> Pending:
+    """The same for a critic in a world of its own, into the directory that the actor's world has made."""
+    models = {"critic": take_snapshot(critic.model, critic.optimizer)}
+    pending = Pending(run, progress, topology, models, _rng_states(), {}, CRITIC_RNG)
+    pending.start()
+    return pending
+
+
 def prune(run: RunDirectory, keep: int) -> None:
     """Remove all but the ``keep`` newest complete checkpoints up to the latest.
 
@@ -175,10 +190,13 @@ def restore(
     estimator: Estimator,
     topology: Topology,
     tell: Callable[[str], None] = print,
+    *,
+    critic_elsewhere: bool = False,
 ) -> Progress:
     """Load the latest checkpoint into the roles, or leave them as they are; every rank enters.
 
-    ``tell`` is given a message on rank 0 for each directory that was begun and never completed.
+    ``critic_elsewhere``: its part must be there, and another world loads it. ``tell`` is given a message on rank 0 for
+    each directory that was begun and never completed.
     """
     if topology.rank == 0:
         for path in incomplete_checkpoints(run):
@@ -186,15 +204,34 @@ def restore(
     directory = latest_checkpoint(run)
     if directory is None:
         return Progress()
-    parts = ["actor", *(["critic"] if critic is not None else []), "trainer.json", "estimator.json", "controller.json"]
-    missing = [name for name in parts if not (directory / name).exists()]
-    if missing:
-        raise ValueError(f"checkpoint {directory} lacks {', '.join(missing)}; restore an older one or start over")
+    critics = ["critic"] if critic is not None or critic_elsewhere else []
+    _refuse_parts_missing(directory, ["actor", *critics, "trainer.json", "estimator.json", "controller.json"])
     load_model(actor.model, actor.optimizer, directory / "actor")
     if critic is not None:
         load_model(critic.model, critic.optimizer, directory / "critic")
     estimator.load(json.loads((directory / "estimator.json").read_text(encoding="utf-8")))
-    _restore_rng(directory, topology)
+    _restore_rng(directory / f"rng-{topology.rank}.safetensors")
+    return _progress(directory)
+
+
+def restore_critic(run: RunDirectory, critic: Critic, topology: Topology) -> Progress:
+    """The same for a critic in a world of its own."""
+    directory = latest_checkpoint(run)
+    if directory is None:
+        return Progress()
+    _refuse_parts_missing(directory, ["critic", "trainer.json"])
+    load_model(critic.model, critic.optimizer, directory / "critic")
+    _restore_rng(directory / f"{CRITIC_RNG}-{topology.rank}.safetensors")
+    return _progress(directory)
+
+
+def _refuse_parts_missing(directory: Path, parts: list[str]) -> None:
+    missing = [name for name in parts if not (directory / name).exists()]
+    if missing:
+        raise ValueError(f"checkpoint {directory} lacks {', '.join(missing)}; restore an older one or start over")
+
+
+def _progress(directory: Path) -> Progress:
     return Progress(**json.loads((directory / "trainer.json").read_text(encoding="utf-8")))
 
 
@@ -209,9 +246,8 @@ def _rng_states() -> dict[str, torch.Tensor]:
     return {"torch": torch.get_rng_state(), **named}
 
 
-def _restore_rng(directory: Path, topology: Topology) -> None:
+def _restore_rng(file: Path) -> None:
     """A rank that the saving layout did not have keeps the state that its seed gave it."""
-    file = directory / f"rng-{topology.rank}.safetensors"
     if not file.exists():
         return
     states = load_file(file)

@@ -6,6 +6,7 @@ Invariants:
 - a step's batch is fixed by the controller's ledger, so a repeated step after a crash repeats its numbers;
 - version = number of actor updates; the critic's warm-up leaves it at 0;
 - asked to leave, every rank stops before the same step, and the latest checkpoint is of that step;
+- with a critic in a world of its own a checkpoint is complete when both worlds have written their parts;
 - a step whose log-probs differ from the engine's beyond the limits says so in its line and in the log.
 """
 
@@ -35,8 +36,9 @@ from megasao.training.estimator import Estimator
 from megasao.training.examples import example_rows
 from megasao.training.metrics import batch_metrics, throughput_metrics
 from megasao.training.mismatch import alarms
+from megasao.training.remote_critic import RemoteCritic
 from megasao.training.source import BatchSource, ask
-from megasao.training.step import StepResult, sao_step, timed
+from megasao.training.step import StepResult, sao_step, step_beside_critic, timed
 from megasao.transport.client import ControllerClient
 from megasao.transport.messages import (
     CheckpointSaved,
@@ -61,13 +63,15 @@ class Trainer:
     topology: Topology
     actor: Actor
     critic: Critic | None
-    """None where the estimator needs no values."""
+    """None where the estimator needs no values, or the critic is in a world of its own."""
     estimator: Estimator
     source: BatchSource
     client: ControllerClient
     codec: TokenizerCodec
     publisher: WeightPublisher | None
     writer: MetricsWriter | None
+    remote: RemoteCritic | None = None
+    """The critic in a world of its own."""
     progress: Progress = field(default_factory=Progress)
     last_checkpoint: dict[str, float | None] = field(default_factory=dict)
     """Time of the checkpoint before this step, for the step's line."""
@@ -76,7 +80,14 @@ class Trainer:
 
     def train(self) -> None:
         """Run the configured steps from the latest checkpoint to the end, or until the run is asked to leave."""
-        self.progress = checkpoint.restore(self.run, self.actor, self.critic, self.estimator, self.topology)
+        self.progress = checkpoint.restore(
+            self.run,
+            self.actor,
+            self.critic,
+            self.estimator,
+            self.topology,
+            critic_elsewhere=self.remote is not None,
+        )
         self.publish()
         self.evaluate_when_due(first=self.progress.step == 0)
         while self.progress.step < self.config.loop.steps:
@@ -98,7 +109,7 @@ class Trainer:
             batch = self.source.load(manifest)
         show = step % self.config.observability.examples_every == 0
         logprobs = self.actor.logprobs(batch) if show else []
-        result = sao_step(self.actor, self.critic, self.estimator, batch, step=step, config=self.config)
+        result = self.learn(batch, step)
         metrics.update(result.metrics)
         actor_moved = step >= self.config.warmup_steps
         self.progress = dataclasses.replace(
@@ -129,6 +140,12 @@ class Trainer:
             self.checkpoint_when_due()
         return True
 
+    def learn(self, batch: Batch, step: int) -> StepResult:
+        """The step itself, with the critic here, elsewhere or nowhere."""
+        if self.remote is not None:
+            return step_beside_critic(self.actor, self.remote, self.estimator, batch, step=step, config=self.config)
+        return sao_step(self.actor, self.critic, self.estimator, batch, step=step, config=self.config)
+
     def write_examples(
         self, batch: Batch, logprobs: list[torch.Tensor], result: StepResult, *, step: int, version: int
     ) -> None:
@@ -158,7 +175,7 @@ class Trainer:
         """Save at every multiple of ``every`` steps, and at the end; complete what was begun before."""
         every = self.config.checkpoint.every
         due = final or (every > 0 and self.progress.step % every == 0)
-        if self.pending is not None and (due or self.pending.written()):
+        if self.pending is not None and (due or not self.unwritten(self.pending)):
             self.complete_checkpoint()
         if not due:
             return
@@ -174,8 +191,18 @@ class Trainer:
             self.topology,
             controller_state=state,
         )
+        if self.remote is not None:
+            self.remote.save(step=self.progress.step)
         if final or not self.config.checkpoint.asynchronous:
             self.complete_checkpoint()
+
+    def unwritten(self, pending: Pending) -> str:
+        """Which part of a checkpoint is not written yet, on every rank; empty where all is."""
+        if not pending.written():
+            return str(pending.directory)
+        if self.remote is not None and not self.remote.saved(step=pending.progress.step):
+            return f"{pending.directory / 'critic'} of the critic at {self.remote.address}"
+        return ""
 
     def complete_checkpoint(self) -> None:
         """Wait until the pending checkpoint is written, at most ``checkpoint.timeout_s``, and make it the latest.
@@ -184,7 +211,7 @@ class Trainer:
         """
         pending = self.pending
         assert pending is not None
-        self.wait_for(lambda: "" if pending.written() else str(pending.directory), "checkpoint.timeout_s")
+        self.wait_for(lambda: self.unwritten(pending), "checkpoint.timeout_s")
         pending.complete(self.config.checkpoint.keep)
         if self.topology.rank == 0:
             ask(self.client, CheckpointSaved(step=pending.progress.step), Status)
@@ -193,6 +220,7 @@ class Trainer:
     def leave(self) -> None:
         """Save the state as of now and stop the run, which goes on from here when it is started again."""
         self.save_what_is_not_saved()
+        self.end_critic()
         if self.topology.rank == 0:
             ask(self.client, FinishRequest(reason=f"left before step {self.progress.step}, with a checkpoint"), Status)
 
@@ -209,8 +237,14 @@ class Trainer:
         self.evaluate_when_due(final=True)
         save_hf(self.actor.model, self.run.policy_path(self.config), self.run.final_policy)
         self.wait_for_evaluations()
+        self.end_critic()
         if self.topology.rank == 0:
             ask(self.client, FinishRequest(reason="all steps are done"), Status)
+
+    def end_critic(self) -> None:
+        """A critic in a world of its own ends with this one."""
+        if self.remote is not None:
+            self.remote.leave(step=self.progress.step)
 
     def wait_for_evaluations(self) -> None:
         """Wait until every evaluation has ended, at most ``evaluation.timeout_s``; TimeoutError names the open ones."""
@@ -239,7 +273,7 @@ class Trainer:
 
     def close(self) -> None:
         """Close this rank's connections and files."""
-        for resource in (self.writer, self.publisher, self.client):
+        for resource in (self.writer, self.publisher, self.remote, self.client):
             if resource is not None:
                 resource.close()
 

@@ -1,4 +1,7 @@
-"""One trainer rank as a process: world, roles, client, publisher; then the loop."""
+"""One trainer rank as a process: world, roles, client, publisher; then the loop.
+
+Also one rank of a critic in a world of its own.
+"""
 
 import signal
 import threading
@@ -14,9 +17,12 @@ from megasao.megatron.runtime import Topology
 from megasao.observability.metrics import MetricsWriter
 from megasao.training.actor import Actor
 from megasao.training.critic import Critic
+from megasao.training.critic_world import CriticWorld
 from megasao.training.estimator import Estimator
 from megasao.training.loop import Trainer
+from megasao.training.remote_critic import RemoteCritic, connect
 from megasao.training.source import BatchSource
+from megasao.training.value_service import ValueService
 from megasao.training.world import trainer_world
 from megasao.transport.client import ControllerClient
 from megasao.transport.keys import load_keys
@@ -36,6 +42,42 @@ def run(run: RunDirectory, config: Config) -> None:
         trainer.close()
 
 
+def run_critic(run: RunDirectory, config: Config) -> None:
+    """Serve the actor's world as its critic until that says that the run is over; resumes as ``run`` does."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the actor's world is asked to leave, and tells this one
+    config = config.of_critic
+    with trainer_world(config) as topology:
+        critic = build_critic_world(run, config, topology)
+        critic.serve()
+        critic.close()
+
+
+def build_critic_world(run: RunDirectory, config: Config, topology: Topology) -> CriticWorld:
+    """The value model and this rank's connections. ``config`` is ``Config.of_critic``."""
+    endpoints = run.read_endpoints()
+    keys = load_keys(run.keys) if config.transport.curve else None
+    high_water_mark = config.transport.high_water_mark
+    client = ControllerClient(
+        endpoints.controller, identity=f"critic-{topology.rank}", keys=keys, high_water_mark=high_water_mark
+    )
+    service = None
+    if topology.rank == 0:
+        service = ValueService(endpoints.critic, high_water_mark=high_water_mark, keys=keys)
+    lifesign = LifeSign(run.heartbeat(f"critic-{topology.rank}"))
+    critic = Critic.build(run.policy_path(config), config, topology, start=run.critic_path(config))
+    return CriticWorld(
+        run=run,
+        config=config,
+        topology=topology,
+        critic=critic,
+        estimator=Estimator(config.algorithm, topology.all_reduce_data),
+        source=BatchSource(client, topology, config, lifesign),
+        service=service,
+        lifesign=lifesign,
+        client=client,
+    )
+
+
 def build_trainer(run: RunDirectory, config: Config, topology: Topology, asked_to_leave: Callable[[], bool]) -> Trainer:
     """The roles, both from the same checkpoint, and this rank's connections."""
     endpoints = run.read_endpoints()
@@ -51,6 +93,11 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology, asked_t
     lifesign = LifeSign(run.heartbeat(f"trainer-{topology.rank}"))
     publisher = None
     writer = None
+    remote = None
+    if config.critic_is_separate:
+        high_water_mark = config.transport.high_water_mark
+        asks = connect(endpoints.critic, high_water_mark=high_water_mark, keys=keys) if topology.rank == 0 else None
+        remote = RemoteCritic(endpoints.critic, asks, topology, config.value_model.timeout_s, lifesign)
     if topology.rank == 0:
         publisher = WeightPublisher(endpoints.weights, keys=keys, config=config.transport)
         writer = MetricsWriter(
@@ -67,8 +114,9 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology, asked_t
         topology=topology,
         actor=Actor.build(path, config, topology),
         critic=Critic.build(path, config, topology, start=run.critic_path(config))
-        if config.critic is not None
+        if config.critic is not None and not config.critic_is_separate
         else None,
+        remote=remote,
         estimator=Estimator(config.algorithm, topology.all_reduce_data),
         source=BatchSource(client, topology, config, lifesign, routing, asked_to_leave),
         client=client,

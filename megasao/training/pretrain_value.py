@@ -81,9 +81,10 @@ def run(run: RunDirectory, config: Config) -> None:
     if config.value_pretraining is None:
         raise ValueError("this config has no section `value_pretraining`: there is nothing to pretrain")
     configure(config.ops)
+    section, config = config.value_pretraining, config.of_critic
     with trainer_world(config) as topology:
         writer = MetricsWriter(run, "value", tensorboard=True) if topology.rank == 0 else None
-        pretrain(run, config, config.value_pretraining, topology, writer)
+        pretrain(run, config, section, topology, writer)
         if writer is not None:
             writer.close()
 

@@ -1,4 +1,4 @@
-"""The trainer's side of the controller protocol: one blocking request, one reply.
+"""The asking side of a request / reply protocol: one blocking request, one reply.
 
 Invariants:
 - a reply always belongs to the request just made: a resend goes out on a new connection, so that a late reply to
@@ -9,7 +9,7 @@ Invariants:
 import os
 import time
 import uuid
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import zmq
@@ -22,22 +22,27 @@ from megasao.transport.messages import ToTrainer
 RESEND_S = 2.0
 
 
-class ControllerClient:
+class RequestClient:
     """Blocking client. Not for use from two threads at once. Requests are idempotent, hence may be sent again.
 
-    ``identity`` is a prefix: every connection has a name of its own.
+    ``peer`` names the other side in errors, ``replies`` is the union of what it may say. ``identity`` is a prefix:
+    every connection has a name of its own.
     """
 
     def __init__(
         self,
         address: str,
         *,
+        peer: str,
+        replies: Any,
         high_water_mark: int = 64,
         keys: CurveKeys | None = None,
         identity: str = "trainer",
         resend_s: float = RESEND_S,
     ) -> None:
         self.address = address
+        self._peer = peer
+        self._replies = replies
         self._name = identity
         self._high_water_mark = high_water_mark
         self._keys = keys
@@ -46,9 +51,9 @@ class ControllerClient:
         self._socket = self._connect()
 
     def request(self, message: msgspec.Struct, *, timeout_s: float) -> tuple[Any, bytes]:
-        """Send ``message`` until it is answered; (reply of ToTrainer, payload).
+        """Send ``message`` until it is answered; (reply, payload).
 
-        A request that the controller will not serve is answered by ``Refused`` with its reason.
+        A request that the other side will not serve is answered by ``Refused`` with its reason.
         TimeoutError after ``timeout_s`` seconds.
         """
         frames = encode(message)
@@ -60,9 +65,9 @@ class ControllerClient:
             if reply is None:
                 self._reconnect()
                 continue
-            return decode(reply, ToTrainer)
+            return decode(reply, self._replies)
         raise TimeoutError(
-            f"the controller at {self.address} did not answer {type(message).__name__} within {timeout_s:g} s "
+            f"{self._peer} at {self.address} did not answer {type(message).__name__} within {timeout_s:g} s "
             f"({attempts} attempts); is it running?"
         )
 
@@ -72,7 +77,7 @@ class ControllerClient:
             self._socket.close(linger=0)
             self._context.term()
 
-    def __enter__(self) -> "ControllerClient":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -99,3 +104,26 @@ class ControllerClient:
     def _reconnect(self) -> None:
         self._socket.close(linger=0)
         self._socket = self._connect()
+
+
+class ControllerClient(RequestClient):
+    """The trainer's side of the controller protocol: replies are of ``ToTrainer``."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        high_water_mark: int = 64,
+        keys: CurveKeys | None = None,
+        identity: str = "trainer",
+        resend_s: float = RESEND_S,
+    ) -> None:
+        super().__init__(
+            address,
+            peer="the controller",
+            replies=ToTrainer,
+            high_water_mark=high_water_mark,
+            keys=keys,
+            identity=identity,
+            resend_s=resend_s,
+        )
