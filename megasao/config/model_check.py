@@ -1,7 +1,7 @@
 """Is the model's checkpoint whole, and does it fit the config? Reads headers; needs neither torch nor transformers."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ from megasao.config.errors import ConfigError, Problem
 from megasao.config.root import Config
 from megasao.families import context_problem, family_of
 from megasao.families.facts import expert_count, stage_problem
+
+Find = Callable[[Config, dict[str, Any]], Iterator[Problem]]
 
 
 def check_model(config: Config) -> bool:
@@ -25,7 +27,7 @@ def check_model(config: Config) -> bool:
     except ValueError as error:
         raise ConfigError(str(path), [Problem("model.path", str(error))]) from None
     problems = [*layout_problems(config, shape), *untrainable(config, shape), *_files(path.parent)]
-    problems += critic_layout_problems(config, shape)
+    problems += [*of_critic(layout_problems, config, shape), *of_critic(untrainable, config, shape)]
     if problems:
         raise ConfigError(str(path), problems)
     return True
@@ -37,12 +39,12 @@ def layout_problems(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
     yield from _lengths(config, shape)
 
 
-def critic_layout_problems(config: Config, shape: dict[str, Any]) -> list[Problem]:
-    """The same of a separate critic's own layout; nothing where it has none."""
+def of_critic(find: Find, config: Config, shape: dict[str, Any]) -> list[Problem]:
+    """What ``find`` sees in a separate critic's own layout, under the path of that; nothing where it has none."""
     if config.critic is None or config.critic.parallel is None:
         return []
-    found = [*_layout(config.of_critic, shape), *untrainable(config.of_critic, shape)]
-    return [Problem(f"critic.{each.path}", each.reason) for each in found if each.path.startswith("parallel.")]
+    found = [each for each in find(config.of_critic, shape) if each.path.startswith("parallel.")]
+    return [Problem(f"critic.{each.path}", each.reason) for each in found]
 
 
 def untrainable(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:

@@ -1,14 +1,14 @@
 """The plan of a run: sizes, where everything goes, what it needs, and whether that is there."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megasao.config import Config
 from megasao.config.architecture import read_architecture
 from megasao.config.errors import ConfigError, Problem
-from megasao.config.model_check import layout_problems, untrainable
+from megasao.config.model_check import layout_problems, of_critic, untrainable
 from megasao.megatron.models import Role
 from megasao.planning.memory import GIB, RoleMemory, stage_memory, stages_of
 from megasao.planning.tensors import ModelTensor, active_parameters, model_tensors, mtp_parameters
@@ -63,18 +63,22 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that `megasao plan` prints; ``untrainable`` says why a run with this config would be refused."""
+    """Everything that `megasao plan` prints; ``untrainable`` says why a run with this config would be refused.
+
+    A critic in a world of its own has stages of its own.
+    """
 
     sizes: Sizes
     stages: list[Stage]
     transfer: Transfer | None
     available: float
     untrainable: tuple[str, ...] = ()
+    critic_stages: list[Stage] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
         """Whether every stage has room."""
-        return all(stage.peak <= self.available for stage in self.stages)
+        return all(stage.peak <= self.available for stage in [*self.stages, *self.critic_stages])
 
 
 def make_plan(config: Config) -> Plan:
@@ -84,25 +88,35 @@ def make_plan(config: Config) -> Plan:
         ConfigError: there is no config.json, or the layout cannot work.
     """
     hf_config = _architecture(config)
-    problems = [*layout_problems(config, hf_config), *_not_planned(config)]
+    problems = [*layout_problems(config, hf_config), *_not_planned(config, hf_config)]
+    problems += [*of_critic(layout_problems, config, hf_config), *of_critic(_not_planned, config, hf_config)]
     if problems:
         raise ConfigError(str(config.model.architecture or config.model.path), problems)
     roles: tuple[Role, ...] = ("actor",) if config.critic is None else ("actor", "critic")
     tensors: dict[Role, list[ModelTensor]] = {role: model_tensors(role, hf_config, config) for role in roles}
-    stages = [
-        Stage(layers, {role: stage_memory(role, hf_config, config, tensors[role], index) for role in roles})
-        for index, layers in enumerate(config.parallel.stages(hf_config["num_hidden_layers"]))
-    ]
+    here: tuple[Role, ...] = ("actor",) if config.critic_is_separate else roles
+    there: tuple[Role, ...] = roles[len(here) :]
+    notes = [*untrainable(config, hf_config), *of_critic(untrainable, config, hf_config)]
     return Plan(
         sizes=_sizes(hf_config, tensors["actor"]),
-        stages=stages,
+        stages=_stages(hf_config, config, {role: tensors[role] for role in here}),
         transfer=_transfer(hf_config, config, tensors["actor"]),
         available=(config.plan.gpu_memory_gib - config.plan.reserve_gib) * GIB,
-        untrainable=tuple(f"{each.path}: {each.reason}" for each in untrainable(config, hf_config)),
+        untrainable=tuple(f"{each.path}: {each.reason}" for each in notes),
+        critic_stages=_stages(hf_config, config.of_critic, {role: tensors[role] for role in there}),
     )
 
 
-def _not_planned(config: Config) -> Iterator[Problem]:
+def _stages(hf_config: dict[str, Any], config: Config, tensors: dict[Role, list[ModelTensor]]) -> list[Stage]:
+    """The stages of the ranks that hold these models; none where they hold nothing."""
+    stages = config.parallel.stages(hf_config["num_hidden_layers"]) if tensors else []
+    return [
+        Stage(layers, {role: stage_memory(role, hf_config, config, tensors[role], index) for role in tensors})
+        for index, layers in enumerate(stages)
+    ]
+
+
+def _not_planned(config: Config, _: dict[str, Any]) -> Iterator[Problem]:
     if config.parallel.virtual_pipeline > 1:
         reason = "a plan counts the rows under way in the plain schedule only; plan with virtual_pipeline = 1"
         yield Problem("parallel.virtual_pipeline", reason)

@@ -12,7 +12,12 @@ _COLUMNS = ("stage", "layers", "model", "parameters", "weights", "gradients", "o
 def describe_plan(plan: Plan, config: Config) -> str:
     """Several lines; memory in GiB."""
     notes = [f"cannot be trained as it is: {note}" for note in plan.untrainable]
-    return "\n".join([*_sizes(plan), "", *_layout(config), *notes, "", *_stages(plan), "", *_transfer(plan, config)])
+    critic = []
+    if plan.critic_stages:
+        own = [*_layout(config.of_critic), "", *_stages(plan.critic_stages, plan.available)]
+        critic = ["", "the critic, in a world of its own:", *own]
+    stages = _stages(plan.stages, plan.available)
+    return "\n".join([*_sizes(plan), "", *_layout(config), *notes, "", *stages, *critic, "", *_transfer(plan, config)])
 
 
 def _sizes(plan: Plan) -> Iterator[str]:
@@ -50,21 +55,20 @@ def _layout(config: Config) -> Iterator[str]:
     )
 
 
-def _stages(plan: Plan) -> Iterator[str]:
+def _stages(stages: list[Stage], available: float) -> Iterator[str]:
     rows = [list(_COLUMNS)]
-    for index, stage in enumerate(plan.stages):
+    for index, stage in enumerate(stages):
         for role, memory in stage.roles.items():
             rows.append([str(index), _layers(stage), role, *_numbers(memory)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     yield from ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     yield ""
-    for index, stage in enumerate(plan.stages):
-        room = plan.available - stage.peak
+    for index, stage in enumerate(stages):
+        room = available - stage.peak
         verdict = "fits" if room >= 0 else f"lacks {-room / GIB:.1f} GiB"
         host = sum(memory.host for memory in stage.roles.values()) / GIB
         verdict += f"; {host:.1f} GiB of the host's memory a rank" if host else ""
-        peak, available = stage.peak / GIB, plan.available / GIB
-        yield f"stage {index}: {peak:.1f} of {available:.1f} GiB at the worst time: {verdict}"
+        yield f"stage {index}: {stage.peak / GIB:.1f} of {available / GIB:.1f} GiB at the worst time: {verdict}"
 
 
 def _layers(stage: Stage) -> str:

@@ -118,6 +118,30 @@ CASES = [
         "algorithm.advantages.policy_lambda",
         "less than or equal to 1",
     ),
+    (
+        ["critic.parallel={ranks: 2}"],
+        ["critic.parallel={ranks: 2}", "critic.placement=separate"],
+        "critic.parallel",
+        "set critic.placement to separate",
+    ),
+    (
+        ["critic.token_budget=110"],
+        ["critic.token_budget=110", "critic.placement=separate"],
+        "critic.token_budget",
+        "has no reader",
+    ),
+    (
+        ["critic.token_budget=109", "critic.placement=separate"],
+        ["critic.token_budget=110", "critic.placement=separate"],
+        "critic.token_budget",
+        "at least 110",
+    ),
+    (
+        ["critic.placement=separate", "slurm={}"],
+        ["critic.placement=colocated", "slurm={}"],
+        "critic.placement",
+        "a Slurm job does not start",
+    ),
 ]
 
 
@@ -227,6 +251,33 @@ def test_layouts_that_do_not_fit_the_model(
 )
 def test_layouts_that_fit_the_model(tmp_path: Path, changes: dict[str, Any], overrides: list[str]) -> None:
     assert check_model(load_config(LAPTOP, [model(tmp_path, **changes), *overrides]))
+
+
+CRITIC = ["critic.placement=separate", "critic.parallel.ranks=2"]
+
+
+def test_the_critics_own_layout_fits_the_model(tmp_path: Path) -> None:
+    """Its problems have its own path; those of the config as a whole are told once."""
+    right = ["critic.parallel.tensor=2", "critic.parallel.sequence=true", "critic.parallel.expert_tensor=2"]
+    assert check_model(load_config(LAPTOP, [model(tmp_path), *CRITIC, *right]))
+    with pytest.raises(ConfigError) as caught:
+        check_model(load_config(LAPTOP, [model(tmp_path), *CRITIC, right[0], right[2]]))
+    assert [problem.path for problem in caught.value.problems] == ["critic.parallel.sequence"]
+    write_checkpoint(tmp_path, **{**SPARSE, "max_position_embeddings": 109})
+    with pytest.raises(ConfigError) as caught:
+        check_model(load_config(LAPTOP, [f"model.path={tmp_path}", *CRITIC, "critic.parallel.context=2"]))
+    assert [problem.path for problem in caught.value.problems] == ["environment.max_tokens", "critic.parallel.context"]
+
+
+def test_what_the_critics_ranks_read(tmp_path: Path) -> None:
+    own = ["critic.parallel={ranks: 4, expert: 2}", "critic.token_budget=512", "trainer.recompute=full"]
+    config = load_config(LAPTOP, ["critic.placement=separate", *own])
+    assert config.critic_is_separate
+    assert (config.of_critic.parallel.ranks, config.of_critic.parallel.expert) == (4, 2)
+    assert (config.of_critic.trainer.token_budget, config.of_critic.trainer.recompute) == (512, "full")
+    as_the_actor = load_config(LAPTOP, ["critic.placement=separate"])
+    assert as_the_actor.of_critic == as_the_actor
+    assert load_config(LAPTOP).of_critic is not None and not load_config(LAPTOP).critic_is_separate
 
 
 def test_a_model_that_is_not_there_yet_is_not_an_error(tmp_path: Path) -> None:

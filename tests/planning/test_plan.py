@@ -109,6 +109,29 @@ def test_splits_of_rows_and_of_optimizer_state_are_counted() -> None:
     assert plain.activations / 4 < context.activations < plain.activations / 2
 
 
+def test_a_critic_in_a_world_of_its_own_has_its_own_stages() -> None:
+    """There alone it needs what it needs beside the actor, in its own layout; and the actor's ranks are free of it."""
+    name, own = "llama_3_2_3b", ["critic.placement=separate", "critic.parallel={ranks: 4, pipeline: 4}"]
+    together, apart = (
+        make_plan(load_config(CONFIGS / f"{name}.yaml")),
+        make_plan(load_config(CONFIGS / f"{name}.yaml", own)),
+    )
+    assert not together.critic_stages and [len(stage.layers) for stage in apart.critic_stages] == [7] * 4
+    assert [list(stage.roles) for stage in apart.stages] == [["actor"]] * len(together.stages)
+    for shared, alone in zip(together.stages, apart.stages, strict=True):
+        assert alone.roles["actor"] == shared.roles["actor"] and alone.peak < shared.peak
+    as_the_actor = make_plan(load_config(CONFIGS / f"{name}.yaml", own[:1]))
+    assert [stage.roles for stage in as_the_actor.critic_stages] == [
+        {"critic": stage.roles["critic"]} for stage in together.stages
+    ]
+    text = describe_plan(apart, load_config(CONFIGS / f"{name}.yaml", own))
+    assert "the critic, in a world of its own:\n4 ranks: TP1 PP4" in text and text.count("at the worst time") == 5
+    tight = make_plan(load_config(CONFIGS / f"{name}.yaml", [*own, "critic.token_budget=200000"]))
+    assert apart.fits and not tight.fits, "the critic's rows alone are too long"
+    with pytest.raises(ConfigError, match=r"critic\.parallel\.pipeline"):
+        make_plan(load_config(CONFIGS / f"{name}.yaml", [own[0], "critic.parallel={ranks: 3, pipeline: 3}"]))
+
+
 def test_a_virtual_pipeline_is_not_planned() -> None:
     changes = ["parallel.ranks=8", "parallel.pipeline=2", "parallel.virtual_pipeline=2"]
     with pytest.raises(ConfigError, match="plan with virtual_pipeline = 1"):
