@@ -157,9 +157,6 @@ def critic_placement(config: "Config") -> Iterator[Problem]:
     if critic.token_budget is not None and critic.token_budget < longest:
         reason = f"an episode of environment.max_tokens = {longest} does not fit a row of {critic.token_budget} tokens"
         yield Problem("critic.token_budget", f"{reason}; use a budget of at least {longest}")
-    if critic.placement == "separate" and config.slurm is not None:
-        reason = "a Slurm job does not start a critic in a world of its own yet; use colocated, or take slurm out"
-        yield Problem("critic.placement", reason)
 
 
 def value_pretraining(config: "Config") -> Iterator[Problem]:
@@ -250,6 +247,9 @@ def slurm_nodes(config: "Config") -> Iterator[Problem]:
         yield Problem("slurm.ranks_per_node", reason)
     elif gpus and min(on_node, ranks) > gpus:
         yield Problem("slurm.ranks_per_node", f"{on_node} ranks on a node of slurm.gpus_per_node = {gpus}: one each")
+    if (own := config.of_critic.parallel.ranks) != ranks and own > on_node and own % on_node:
+        reason = f"critic.parallel.ranks = {own} do not fill whole nodes of {on_node}; give a number that divides them"
+        yield Problem("slurm.ranks_per_node", reason)
     if workers % options.rollout_nodes:
         reason = f"rollout.workers = {workers} cannot be spread evenly over {options.rollout_nodes} nodes"
         yield Problem("slurm.rollout_nodes", f"{reason}; give a number that divides them, or more workers")

@@ -8,7 +8,10 @@ _MEMORY = r"^[0-9]+[KMGT]?$"
 
 
 class SlurmConfig(Section):
-    """A heterogeneous job of three components: the controller, the trainer's nodes, the rollout nodes."""
+    """A heterogeneous job of three components: the controller, the trainer's nodes, the rollout nodes.
+
+    A critic in a world of its own has nodes of its own, as the trainer's: a fourth component.
+    """
 
     gpus_per_node: int = Field(8, ge=0, description="GPUs of a trainer or rollout node; 0 is a node without.")
     ranks_per_node: int | None = Field(

@@ -17,6 +17,7 @@ from megasao.launch.roles import (
     megasao_command,
     rollout_role,
     trainer_roles,
+    worlds_of,
 )
 from megasao.launch.supervisor import Limits, Outcome, StopSignals, Supervisor, Unit
 
@@ -118,7 +119,7 @@ class LocalRun:
         A critic in a world of its own belongs to the unit of the trainer: if either dies, both go on from the same
         checkpoint.
         """
-        worlds = [stage, "critic"] if stage == "trainer" and self.config.critic_is_separate else [stage]
+        worlds = worlds_of(self.config, stage)
 
         def make_roles() -> list[Role]:
             ports = free_ports(len(worlds))  # new ones each time: the old ones may still be waiting in the kernel

@@ -44,6 +44,11 @@ def megasao_command(run: RunDirectory, python: str = sys.executable) -> RoleComm
     return command
 
 
+def worlds_of(config: Config, stage: str = "trainer") -> list[str]:
+    """The process worlds of a stage: its ranks, and in RL those of a critic in a world of its own."""
+    return [stage, "critic"] if stage == "trainer" and config.critic_is_separate else [stage]
+
+
 def make_role(run: RunDirectory, name: str, command: list[str], environment: Mapping[str, str]) -> Role:
     """A role with its log and its heartbeat in the run directory."""
     return Role(name, command, run.logs / f"{name}.log", environment, run.heartbeat(name))

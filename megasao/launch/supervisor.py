@@ -1,6 +1,7 @@
 """Keeps the roles of a run alive, within limits.
 
-A unit is what is restarted together: the controller alone, each rollout worker alone, all trainer ranks as one world.
+A unit is what is restarted together: the controller alone, each rollout worker alone, all trainer ranks as one world
+(with those of a critic in a world of its own).
 
 Invariants:
 - a unit is restarted at most ``max_restarts`` times (its own number, or that of all); the next death fails the run with

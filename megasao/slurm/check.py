@@ -17,7 +17,7 @@ from megasao.config.errors import UserError
 from megasao.config.rundir import Endpoints, RunDirectory, write_atomically
 from megasao.launch.process import Guardian, RoleProcess, describe_exit, tail
 from megasao.slurm.allocation import Allocation
-from megasao.slurm.plan import CONTROLLER, TRAINER, JobPlan
+from megasao.slurm.plan import CONTROLLER, CRITIC, TRAINER, JobPlan
 from megasao.slurm.report import Expected, NodeReport, expected_path, read_reports
 from megasao.slurm.site import Site
 from megasao.slurm.steps import Steps
@@ -53,19 +53,30 @@ def check_nodes(
 
 
 def endpoints_of(reports: list[NodeReport]) -> Endpoints:
-    """Where the run's sockets are: the controller's on its node, the others on that of trainer rank 0."""
+    """Where the run's sockets are: the controller's on its node, a separate critic's on that of its rank 0, the others
+    on that of trainer rank 0."""
     controller, first = (_first(reports, component) for component in (CONTROLLER, TRAINER))
     return Endpoints(
         controller=f"tcp://{_host(controller.address)}:{controller.ports[0]}",
         weights=f"tcp://{_host(first.address)}:{first.ports[1]}",
         torch_host=first.address,
         torch_port=first.ports[2],
+        critic=_address_of_critic(reports),
     )
 
 
 def meeting_ports(reports: list[NodeReport]) -> dict[str, int]:
     """Where the ranks of each stage meet; one each, as the kernel may still hold that of the stage before."""
-    return dict(zip(("trainer", "sft", "value"), _first(reports, TRAINER).ports[2:], strict=True))
+    ports = dict(zip(("trainer", "sft", "value"), _first(reports, TRAINER).ports[2:], strict=True))
+    critic = [report for report in reports if report.component == CRITIC]
+    return ports | (dict(zip(("critic", "value"), critic[0].ports[2:], strict=False)) if critic else {})
+
+
+def _address_of_critic(reports: list[NodeReport]) -> str:
+    if not any(report.component == CRITIC for report in reports):
+        return ""
+    first = _first(reports, CRITIC)
+    return f"tcp://{_host(first.address)}:{first.ports[1]}"
 
 
 def problems_of(reports: list[NodeReport]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Literal
 from megasao.config import Config
 from megasao.config.architecture import read_architecture
 from megasao.config.errors import ConfigError
-from megasao.config.model_check import layout_problems, untrainable
+from megasao.config.model_check import layout_problems, of_critic, untrainable
 from megasao.config.rundir import RunDirectory
 from megasao.slurm.plan import ROLLOUT, plan_job
 from megasao.slurm.render import describe_job, header, sbatch_arguments
@@ -58,6 +58,9 @@ def _notes(config: Config) -> list[str]:
         shape = read_architecture(file)
     except ValueError as error:
         return [f"model.architecture: {error}"]
-    if problems := list(layout_problems(config, shape)):
+    if problems := [*layout_problems(config, shape), *of_critic(layout_problems, config, shape)]:
         raise ConfigError(str(file), problems)
-    return [f"{problem.path}: {problem.reason}" for problem in untrainable(config, shape)]
+    return [
+        f"{problem.path}: {problem.reason}"
+        for problem in [*untrainable(config, shape), *of_critic(untrainable, config, shape)]
+    ]

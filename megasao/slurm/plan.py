@@ -1,4 +1,6 @@
-"""Which nodes a run needs: three components of one heterogeneous job, from the config alone.
+"""Which nodes a run needs: the components of one heterogeneous job, from the config alone.
+
+There are three; a critic in a world of its own is a fourth.
 
 Invariants (tests assert them):
 - every trainer rank and every rollout worker has its place, and every node of a component is filled alike;
@@ -12,7 +14,7 @@ from megasao.config import Config
 from megasao.config.errors import UserError
 from megasao.config.slurm import SlurmConfig
 
-CONTROLLER, TRAINER, ROLLOUT = range(3)
+CONTROLLER, TRAINER, ROLLOUT, CRITIC = range(4)
 """Numbers of the components (``srun --het-group``)."""
 LEAVE_SIGNAL = "USR1"
 
@@ -44,7 +46,7 @@ class JobPlan:
     """Everything that sbatch is asked for; ``components`` are in the order of their numbers."""
 
     run_name: str
-    components: tuple[Component, Component, Component]
+    components: tuple[Component, ...]
     time_limit_minutes: int
     leave_before_limit_s: int
 
@@ -71,10 +73,26 @@ def plan_job(config: Config) -> JobPlan:
             Component("controller", 1, 1, options.controller_cpus, 0, options.controller_memory),
             Component("trainer", ranks // on_node, on_node, options.cpus_per_rank, gpus, memory),
             Component("rollout", fleet, workers // fleet, options.cpus_per_worker, gpus, memory),
+            *_critic_nodes(config, options),
         ),
         time_limit_minutes=options.time_limit_minutes,
         leave_before_limit_s=options.leave_before_limit_s,
     )
+
+
+def _critic_nodes(config: Config, options: SlurmConfig) -> list[Component]:
+    """Those of a critic in a world of its own, filled as the trainer's are."""
+    if not config.critic_is_separate:
+        return []
+    ranks = config.of_critic.parallel.ranks
+    on_node = min(options.ranks_on_a_node(), ranks)
+    nodes = ranks // on_node
+    return [Component("critic", nodes, on_node, options.cpus_per_rank, options.gpus_per_node, options.memory)]
+
+
+def component_of(plan: JobPlan, stage: str) -> int:
+    """Whose nodes have the ranks of a stage: ``trainer``, ``critic``, ``sft`` or ``value``."""
+    return CRITIC if stage in ("critic", "value") and len(plan.components) > CRITIC else TRAINER
 
 
 def node_of_worker(plan: JobPlan, index: int) -> int:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from megasao.config import Config
 from megasao.config.rundir import RunDirectory
 from megasao.launch.local import LocalRun, Stage
-from megasao.launch.process import Guardian, tail
-from megasao.launch.roles import megasao_command
+from megasao.launch.process import Guardian, Role, tail
+from megasao.launch.roles import megasao_command, worlds_of
 from megasao.launch.supervisor import LOG_LINES, Outcome, RoleFailed, StopSignals, Unit
-from megasao.slurm.plan import LEAVE_SIGNAL
+from megasao.slurm.plan import CRITIC, LEAVE_SIGNAL, TRAINER, component_of
 from megasao.slurm.steps import Steps
 
 _ALL_LINES = 100_000
@@ -50,7 +50,9 @@ class SlurmRun(LocalRun):
         command = megasao_command(run, steps.site.step_python)
         super().__init__(run, config, command, guardian, signals, self._tick)
         self._steps, self._leave, self._stop, self._show = steps, leave, signals, show
-        self._host, self._ports = run.read_endpoints().torch_host, ports
+        endpoints = run.read_endpoints()
+        self._hosts = {TRAINER: endpoints.torch_host, CRITIC: host_of(endpoints.critic)}
+        self._ports = ports
         self._ranks: Unit | None = None
         self._told = False
 
@@ -63,9 +65,14 @@ class SlurmRun(LocalRun):
         return Unit(f"rollout-{index}", lambda: [self._steps.rollout(index)])
 
     def world(self, stage: str) -> Unit:
-        """One step of all ranks."""
-        self._ranks = Unit(stage, lambda: [self._steps.world(stage, self._host, self._ports[stage])], max_restarts=0)
+        """One step of all ranks, and one of those of a separate critic: together, as on one machine."""
+        worlds = worlds_of(self.config, stage)
+        self._ranks = Unit(stage, lambda: [self._world(world) for world in worlds], max_restarts=0)
         return self._ranks
+
+    def _world(self, stage: str) -> Role:
+        host = self._hosts[component_of(self._steps.plan, stage)]
+        return self._steps.world(stage, host, self._ports[stage])
 
     def perform(self, last: Stage) -> Outcome:
         """The stages that are left, until one does not end by itself. RoleFailed if a step died for good."""
@@ -92,18 +99,24 @@ class SlurmRun(LocalRun):
             self._stop.receive(signal.SIGTERM, None)  # the stages before RL start over
             return
         for process in self._ranks.running:
-            process.notify(signal.SIGUSR1)
+            if process.role.name == "trainer":  # a critic in a world of its own follows it
+                process.notify(signal.SIGUSR1)
 
     def _first_to_die(self, failure: str) -> str:
         """The last lines of the rank that died first, where it was the world of all ranks that failed."""
-        stage = self._ranks.name if self._ranks is not None else ""
-        if not failure.startswith(f"{stage}: "):
+        stage = failure.partition(": ")[0]
+        if self._ranks is None or stage not in worlds_of(self.config, self._ranks.name):
             return ""
         rank = first_dead_task(tail(self.run.logs / f"{stage}.log", _ALL_LINES))
         if rank is None:
             return ""
         log = self.run.logs / f"{stage}-{rank}.log"
         return f"\nRank {rank} died first; the last lines of {log}:\n{tail(log, LOG_LINES)}"
+
+
+def host_of(address: str) -> str:
+    """The host of ``tcp://HOST:PORT``, an IPv6 address without its brackets; empty for an empty address."""
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def first_dead_task(said: str) -> int | None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from megasao.config import Config
 from megasao.config.rundir import RunDirectory
 from megasao.launch.process import Role
-from megasao.launch.roles import EVERYWHERE, megasao_command, without_cuda
-from megasao.slurm.plan import CONTROLLER, ROLLOUT, TRAINER, Component, JobPlan, node_of_worker
+from megasao.launch.roles import EVERYWHERE, megasao_command, without_cuda, worlds_of
+from megasao.slurm.plan import CONTROLLER, ROLLOUT, Component, JobPlan, component_of, node_of_worker
 from megasao.slurm.site import Site
 
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH")
@@ -57,7 +57,8 @@ class Steps:
 
     def world(self, stage: str, host: str, port: int) -> Role:
         """Every rank of a stage, one step; rank r writes ``logs/STAGE-r.log``."""
-        component = self.plan.components[TRAINER]
+        index = component_of(self.plan, stage)
+        component = self.plan.components[index]
         options = [
             f"--nodes={component.nodes}",
             f"--ntasks={component.tasks}",
@@ -69,13 +70,13 @@ class Steps:
             "--open-mode=append",
         ]
         meeting = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-        return self._role(stage, TRAINER, options, self._command(stage, 0), heartbeat=f"{stage}-0", extra=meeting)
+        return self._role(stage, index, options, self._command(stage, 0), heartbeat=f"{stage}-0", extra=meeting)
 
     def describe(self) -> list[str]:
         """The commands of a whole training run, in order of their start."""
         roles = [self.check(index) for index in range(len(self.plan.components))]
         roles += [self.controller(), *(self.rollout(index) for index in range(self.config.rollout.workers))]
-        roles += [self.world("trainer", "", 0)]
+        roles += [self.world(stage, "", 0) for stage in worlds_of(self.config)]
         return [" ".join(role.command) for role in roles]
 
     def _command(self, role: str, index: int) -> list[str]:

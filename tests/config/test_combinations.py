@@ -136,12 +136,6 @@ CASES = [
         "critic.token_budget",
         "at least 110",
     ),
-    (
-        ["critic.placement=separate", "slurm={}"],
-        ["critic.placement=colocated", "slurm={}"],
-        "critic.placement",
-        "a Slurm job does not start",
-    ),
 ]
 
 

@@ -108,6 +108,32 @@ def test_a_job_that_is_preempted_goes_on_and_ends_alike(
     assert trained > 1e-4 and distance(job.run.final_policy, whole.run.final_policy) < 0.01 * trained
 
 
+@pytest.mark.full
+def test_a_separate_critic_on_its_own_node_ends_alike(
+    whole: jobs.Job, cluster: Cluster, model: Path, tmp_path: Path
+) -> None:
+    """Preempted on the way: its part of the checkpoint is loaded again, and the numbers are those of the whole job."""
+    critic = {"placement": "separate", "parallel": {"ranks": 1}}
+    config = jobs.write_config(tmp_path / "config.yaml", model, critic=critic)
+    job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
+    job.wait_for_steps(2)
+    assert job.task("critic").environ()["SLURM_STEP_NUM_TASKS"] == "1"
+    assert job.node("critic") not in {job.node("trainer"), job.node("rollout")}
+    cluster.call("scancel", "--batch", "--signal=USR1", job.number)
+    wait_until(lambda: "requeued" in job.events, jobs.JOB_S, job.explain)
+    job.wait_for("PENDING")
+    job.start_again_now()
+    job.wait_for("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED")
+    assert job.state == "COMPLETED", job.explain()
+    assert job.events == ["started", "requeued", "started", "finished"]
+    assert batches(job) == batches(whole)
+    for ours, theirs in zip(job.steps, whole.steps, strict=True):
+        assert ours["critic/seconds"] > 0
+        compared = {name: value for name, value in results(ours).items() if name != "critic/seconds"}
+        assert compared == pytest.approx(results(theirs), rel=1e-3, abs=1e-5)
+    job.wait_until_gone()
+
+
 def batches(job: jobs.Job) -> dict[int, set[int]]:
     """Which problems each step was trained on."""
     found = {}

@@ -9,9 +9,12 @@ import pytest
 from megasao.config.errors import ConfigError, UserError
 from megasao.config.load import load_config
 from megasao.slurm.allocation import Allocation, Share, gpus_per_node, refuse_what_does_not_fit
+from megasao.slurm.check import endpoints_of, meeting_ports
 from megasao.slurm.command import describe
-from megasao.slurm.plan import JobPlan, node_of_worker, plan_job
+from megasao.slurm.plan import CRITIC, TRAINER, JobPlan, component_of, node_of_worker, plan_job
+from megasao.slurm.report import PORTS, NodeReport
 from megasao.slurm.site import read_site
+from megasao.slurm.stages import host_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -45,6 +48,42 @@ def test_every_process_has_its_place() -> None:
     assert [node_of_worker(plan, index) for index in range(6)] == [0, 0, 1, 1, 2, 2]
 
 
+def test_a_separate_critic_has_nodes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config(QWEN, ["critic.placement=separate", "critic.parallel={ranks: 24, expert: 8}"])
+    plan = plan_job(config)
+    assert [each.name for each in plan.components] == ["controller", "trainer", "rollout", "critic"]
+    critic = plan.components[CRITIC]
+    assert (critic.nodes, critic.tasks, critic.gpus_per_task) == (3, 24, 1)
+    assert [component_of(plan, stage) for stage in ("trainer", "sft", "critic", "value")] == [
+        TRAINER,
+        TRAINER,
+        CRITIC,
+        CRITIC,
+    ]
+    assert component_of(plan_job(load_config(QWEN)), "value") == TRAINER
+    steps = [line for line in describe(config, "plan", {}).splitlines() if line.startswith("srun ")]
+    [ranks] = [line for line in steps if "--job-name=critic " in line]
+    assert "--het-group=3 " in ranks and "--ntasks=24 " in ranks and " critic --run " in ranks
+    assert "--het-group=1 " in next(line for line in steps if "--job-name=trainer " in line)
+
+
+def report(component: int, index: int, address: str, first_port: int) -> NodeReport:
+    ports = list(range(first_port, first_port + PORTS))
+    return NodeReport(f"n{component}{index}", component, "nonce", index, address, ports)
+
+
+def test_where_a_separate_critic_is() -> None:
+    """Its sockets and its ranks' meeting are on its own first node, also those of value pretraining."""
+    reports = [report(0, 0, "10.0.0.1", 100), report(1, 0, "10.0.0.2", 200), report(2, 0, "10.0.0.3", 300)]
+    assert endpoints_of(reports).critic == "" and "critic" not in meeting_ports(reports)
+    reports += [report(3, 0, "fd00::4", 400), report(3, 1, "fd00::5", 500)]
+    found = endpoints_of(reports)
+    assert (found.critic, found.weights) == ("tcp://[fd00::4]:401", "tcp://10.0.0.2:201")
+    assert (host_of(found.critic), host_of(found.weights), host_of("")) == ("fd00::4", "10.0.0.2", "")
+    assert meeting_ports(reports) == {"trainer": 202, "sft": 203, "critic": 402, "value": 403}
+
+
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
@@ -55,6 +94,7 @@ def test_every_process_has_its_place() -> None:
         (["plan.rollout_gpus=16"], "slurm.rollout_nodes"),
         (["slurm.time_limit_minutes=15"], "slurm.leave_before_limit_s"),
         (["slurm.memory=much"], "slurm.memory"),
+        (["critic.placement=separate", "critic.parallel.ranks=12"], "slurm.ranks_per_node"),
     ],
 )
 def test_nodes_that_cannot_work_are_refused_at_load(changes: list[str], path: str) -> None:

@@ -16,6 +16,7 @@ import zmq
 from megasao.config.lifesign import LifeSign
 from megasao.launch.ports import free_ports
 from megasao.training.batch import Batch, entry_of, pack_trajectories
+from megasao.training.critic_world import CriticWorld
 from megasao.training.remote_critic import RemoteCritic, connect, read_values
 from megasao.training.value_exchange import of_rows, whole_step
 from megasao.training.value_service import ValueService
@@ -142,6 +143,19 @@ def test_a_checkpoint_begins_before_the_next_step(service: ValueService, address
     while not critic.saved(step=5):
         assert time.monotonic() < deadline
     critic.close()
+
+
+def test_an_actor_that_is_silent_is_an_error(service: ValueService, client: RequestClient, tmp_path: Path) -> None:
+    """Every rank waits for as long as the actor's own waits may last, together, and no longer."""
+    short = SimpleNamespace(timeout_s=0.1, batch_timeout_s=0.1)
+    config: Any = SimpleNamespace(value_model=short, loop=short, checkpoint=short, evaluation=short)
+    parts: dict[str, Any] = dict.fromkeys(("run", "critic", "estimator", "source"))
+    lifesign = LifeSign(tmp_path / "beat")
+    world = CriticWorld(**parts, config=config, topology=ALONE, service=service, lifesign=lifesign)
+    ask(client, Save(4))
+    assert world.next_command() == Save(4)
+    with pytest.raises(TimeoutError, match=r"after step 0 the actor asked for nothing in 0\.4 s"):
+        world.next_command()
 
 
 def packed(rank: int, size: int, budget: int) -> Batch:
