@@ -2,8 +2,8 @@
 
 For trajectories of 1k, 32k and 128k tokens, each way over the same bytes and in the same run:
 - controller: Arrow rows over ZeroMQ to a real controller process, which validates, journals (fsync) and acknowledges;
-- pickle: the same objects pickled over the same kind of sockets to a process that unpickles and acknowledges; nothing is
-  checked or kept;
+- pickle: the same objects pickled over the same kind of sockets to a process that unpickles and acknowledges; nothing
+  is checked or kept;
 - file: a bare write and fsync of the Arrow bytes; memcpy: a bare copy of them.
 The sender has at most 16 MiB unacknowledged, at least one message. Both pay for making bytes of Python objects, "make";
 ``--json FILE`` also writes the numbers.
@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import zmq
 
@@ -185,17 +184,20 @@ def lease_and_send(socket: "zmq.Socket[bytes]", messages: list[list[Trajectory]]
 def by_pickle(messages: list[list[Trajectory]]) -> tuple[float, int]:
     """To a process that unpickles and acknowledges."""
     address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
-    with process(__file__, "--unpickle", address), zmq.Context() as context:
-        with connect_dealer(context, address, identity=b"sender", high_water_mark=10_000) as socket:
-            socket.send_multipart([b"0", pickle.dumps([], protocol=5)])
-            receive(socket)
+    with (
+        process(__file__, "--unpickle", address),
+        zmq.Context() as context,
+        connect_dealer(context, address, identity=b"sender", high_water_mark=10_000) as socket,
+    ):
+        socket.send_multipart([b"0", pickle.dumps([], protocol=5)])
+        receive(socket)
 
-            def send(number: int, rows: list[Trajectory]) -> int:
-                data = pickle.dumps([row.__dict__ for row in rows], protocol=5)
-                socket.send_multipart([str(number).encode(), data], copy=False)
-                return len(data)
+        def send(number: int, rows: list[Trajectory]) -> int:
+            data = pickle.dumps([row.__dict__ for row in rows], protocol=5)
+            socket.send_multipart([str(number).encode(), data], copy=False)
+            return len(data)
 
-            return stream(messages, send, lambda: int(receive(socket)[0]))
+        return stream(messages, send, lambda: int(receive(socket)[0]))
 
 
 def unpickle(address: str) -> None:
