@@ -38,7 +38,7 @@ from megasao.training.metrics import batch_metrics, throughput_metrics
 from megasao.training.mismatch import alarms
 from megasao.training.remote_critic import RemoteCritic
 from megasao.training.source import BatchSource, ask
-from megasao.training.step import StepResult, sao_step, step_beside_critic, timed
+from megasao.training.step import StepResult, await_critic, sao_step, step_beside_critic, timed
 from megasao.transport.client import ControllerClient
 from megasao.transport.messages import (
     CheckpointSaved,
@@ -123,6 +123,8 @@ class Trainer:
                 self.publish()
         if actor_moved:
             self.evaluate_when_due()
+        if self.remote is not None:
+            metrics.update(await_critic(self.remote, step=step))
         if show and self.topology.rank == 0:
             self.write_examples(batch, logprobs, result, step=step, version=version)
         seconds = time.perf_counter() - started
@@ -141,7 +143,7 @@ class Trainer:
         return True
 
     def learn(self, batch: Batch, step: int) -> StepResult:
-        """The step itself, with the critic here, elsewhere or nowhere."""
+        """The step itself, with the critic here, elsewhere (where its updates may go on) or nowhere."""
         if self.remote is not None:
             return step_beside_critic(self.actor, self.remote, self.estimator, batch, step=step, config=self.config)
         return sao_step(self.actor, self.critic, self.estimator, batch, step=step, config=self.config)

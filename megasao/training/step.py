@@ -59,17 +59,24 @@ def sao_step(
 def step_beside_critic(
     actor: Actor, critic: RemoteCritic, estimator: Estimator, batch: Batch, *, step: int, config: Config
 ) -> StepResult:
-    """The actor's side of the same step: having given its values the critic is updated in its own world meanwhile."""
+    """The actor's side of the same step: having given its values the critic is updated in its own world meanwhile.
+
+    :func:`await_critic` is the rest of the step.
+    """
     result = StepResult()
-    metrics = result.metrics
-    with timed(metrics, "time/values"):
+    with timed(result.metrics, "time/values"):
         result.values = critic.values(batch, step=step)
         result.advantages = estimator.estimate(batch, result.values)
     update_actor(actor, batch, result, step, config)
+    return result
+
+
+def await_critic(critic: RemoteCritic, *, step: int) -> dict[str, float | None]:
+    """Wait until the critic has done its updates of the step; their metrics, with how long they took."""
+    metrics: dict[str, float | None] = {}
     with timed(metrics, "time/critic"):
         learned = critic.learned(step=step)
-    metrics.update({**critic_metrics(learned.metrics), "critic/seconds": learned.seconds})
-    return result
+    return {**metrics, **critic_metrics(learned.metrics), "critic/seconds": learned.seconds}
 
 
 def update_actor(actor: Actor, batch: Batch, result: StepResult, step: int, config: Config) -> None:

@@ -27,7 +27,7 @@ from megasao.training.critic import Critic
 from megasao.training.critic_world import CriticWorld
 from megasao.training.estimator import Estimator
 from megasao.training.remote_critic import RemoteCritic, connect
-from megasao.training.step import step_beside_critic
+from megasao.training.step import await_critic, step_beside_critic
 from megasao.training.value_service import ValueService
 from megasao.transport.messages import Manifest
 from tests.training.cases import Payload, sao_config, trajectories
@@ -51,7 +51,8 @@ def actor_side(payload: Payload) -> Any:
     for step in range(progress.step, payload["steps"]):
         batch = batch_of(step, payload["token_budget"], topology)
         result = step_beside_critic(actor, remote, estimator, batch, step=step, config=config)
-        metrics.append({name: value for name, value in result.metrics.items() if not is_time(name)})
+        line = {**result.metrics, **await_critic(remote, step=step)}
+        metrics.append({name: value for name, value in line.items() if not is_time(name)})
         progress = replace(progress, step=step + 1)
         if payload.get("save_at") == step + 1:
             state = {"step": step + 1} if topology.rank == 0 else None
