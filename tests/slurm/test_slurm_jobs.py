@@ -122,7 +122,7 @@ def test_a_separate_critic_on_its_own_node_ends_alike(
     cluster.call("scancel", "--batch", "--signal=USR1", job.number)
     wait_until(lambda: "requeued" in job.events, jobs.JOB_S, job.explain)
     job.wait_for("PENDING")
-    job.start_again_now()
+    job.start_again_now(components=4)
     job.wait_for("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED")
     assert job.state == "COMPLETED", job.explain()
     assert job.events == ["started", "requeued", "started", "finished"]
