@@ -8,7 +8,7 @@ from typing import Any
 from megasao.config.architecture import read_hf_config
 from megasao.config.errors import ConfigError, Problem
 from megasao.config.root import Config
-from megasao.families import context_problem, family_of
+from megasao.families import family_of
 from megasao.families.facts import expert_count, stage_problem
 
 
@@ -38,8 +38,6 @@ def layout_problems(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
 
 def untrainable(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
     """What can be planned, and cannot be trained."""
-    if reason := context_problem(shape, config.parallel.context):
-        yield Problem("parallel.context", reason)
     for name, value in family_of(shape).megatron(shape).items():
         if name in config.megatron.model:
             reason = f"not to be set here: it is {value!r} for model_type = {shape['model_type']!r}"

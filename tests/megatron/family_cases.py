@@ -57,10 +57,16 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 @contextmanager
 def mistake(name: str | None) -> Iterator[None]:
-    """A deliberate mistake in sparse attention: ``dense`` attends to every key, ``halves`` rotates as Llama does."""
+    """A deliberate mistake in sparse attention.
+
+    ``dense`` attends to every key, ``halves`` rotates as Llama does; under context parallelism ``own_keys`` scores no
+    keys of other ranks, and ``straight`` takes a rank's tokens of a sequence for neighbours.
+    """
     replaced: dict[str | None, tuple[Any, str, Any]] = {
         "dense": (sparse_attention.Indexer, "forward", lambda self, hidden, latent, row: None),
         "halves": (sparse_attention, "rotate_pairs", rotate_halves),
+        "own_keys": (sparse_attention, "gather_tokens", own_alone),
+        "straight": (sparse_attention, "own_positions", counted_through),
     }
     if name is None:
         yield
@@ -74,13 +80,30 @@ def mistake(name: str | None) -> Iterator[None]:
         setattr(owner, attribute, right)
 
 
-def rotate_halves(vectors: Tensor, base: float) -> Tensor:
+def rotate_halves(vectors: Tensor, positions: Tensor, base: float) -> Tensor:
     """As ``rotate_pairs``, pairing dimension i with i + width / 2."""
-    length, width = vectors.shape[1], vectors.shape[-1]
-    angles = torch.outer(torch.arange(length).float(), base ** -(torch.arange(0, width, 2).float() / width))
+    width = vectors.shape[-1]
+    angles = torch.outer(positions.float(), base ** -(torch.arange(0, width, 2).float() / width))
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = vectors.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def own_alone(part: Tensor, order: Tensor) -> Tensor:
+    """As ``gather_tokens``, with nothing in the places of other ranks' tokens."""
+    from megatron.core import parallel_state
+
+    rank, ranks = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    parts = [part if other == rank else torch.zeros_like(part) for other in range(ranks)]
+    return torch.cat(parts).index_select(0, order)
+
+
+def counted_through(cu_seqlens: Tensor) -> Tensor:
+    """As ``own_positions``, from 0 up in each sequence's part."""
+    from megatron.core import parallel_state
+
+    lengths = cu_seqlens.long().diff() // parallel_state.get_context_parallel_world_size()
+    return torch.cat([torch.arange(length) for length in lengths.tolist()])
 
 
 def train_all(payload: Payload) -> Any:
