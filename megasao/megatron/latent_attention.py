@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import CheckpointWithoutOutput, ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -67,22 +67,14 @@ class LatentAttention(MLASelfAttention):
 
     def _with_keys_of_the_row(self, hidden: Tensor, row: PackedRow) -> tuple[Tensor, ...]:
         """``hidden`` [T / CP or T / CP / TP, 1, hidden] -> what Megatron's method gives, keys and values [T, ...]."""
+        assert not self.recompute_up_proj, "refused when the config is loaded"
         query_latent = self.q_layernorm(self.linear_q_down_proj(hidden)[0].squeeze(1))
         widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, rotary_key = self.linear_kv_down_proj(hidden)[0].squeeze(1).split(widths, dim=-1)
         latent = self.kv_layernorm(latent)
         if self.config.sequence_parallel:
             rotary_key = gather_from_sequence_parallel_region(rotary_key)
-
-        def up(query_latent: Tensor, latent: Tensor, rotary_key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return self._query(query_latent, row), *self._keys_and_values(latent, rotary_key, row)
-
-        if self.recompute_up_proj:
-            self.qkv_up_checkpoint = CheckpointWithoutOutput()
-            heads = self.qkv_up_checkpoint.checkpoint(up, query_latent, latent, rotary_key)
-        else:
-            heads = up(query_latent, latent, rotary_key)
-        return *heads, query_latent, latent
+        return self._query(query_latent, row), *self._keys_and_values(latent, rotary_key, row), query_latent, latent
 
     def _query(self, latent: Tensor, row: PackedRow) -> Tensor:
         """[T / CP, heads, d] of this rank's tokens."""

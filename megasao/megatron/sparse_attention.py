@@ -100,8 +100,8 @@ class Indexer(MegatronModule):
         # A query with fewer earlier keys than k has its own repeated.
         selected = positions.to(torch.int32)[:, None].repeat(1, self.config.dsa_indexer_topk)
         for tile in own_tiles(cu_seqlens, lambda length: max(1, SCORES_AT_A_TIME // (self.heads * max(1, length)))):
-            given = queries[tile.own], keys[tile.sequence : tile.end], weights[tile.own]
-            best = self._select_part(*(each[None] for each in given), tile.start - tile.sequence)[0]
+            seen, first = keys[None, tile.sequence : tile.end], tile.start - tile.sequence
+            best = self._select_part(queries[None, tile.own], seen, weights[None, tile.own], first)[0]
             selected[tile.own, : best.shape[-1]] = best
         return selected
 
@@ -154,6 +154,7 @@ class SparseAttention(MegatronModule):
         value: Tensor,
         attention_mask: Tensor | None = None,
         attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """``query``, ``key`` [T, heads, d], ``value`` [T, heads, v] -> [T, heads * v].

@@ -1,6 +1,5 @@
 """The plan of a run: sizes, where everything goes, what it needs, and whether that is there."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from megasao.config.architecture import read_architecture
 from megasao.config.errors import ConfigError, Problem
 from megasao.config.model_check import layout_problems, untrainable
 from megasao.megatron.models import Role
-from megasao.planning.memory import GIB, RoleMemory, stage_memory, stages_of
+from megasao.planning.memory import GIB, RoleMemory, stage_chunks, stage_memory, stages_of
 from megasao.planning.tensors import ModelTensor, active_parameters, model_tensors, mtp_parameters
 
 
@@ -33,10 +32,20 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage: its decoder layers from 0, and what each model needs on its fullest rank."""
+    """One pipeline stage.
 
-    layers: range
+    Attributes:
+        chunks: its decoder layers from 0, by model chunk; there are several with a virtual pipeline.
+        roles: what each model needs on the stage's fullest rank.
+    """
+
+    chunks: list[range]
     roles: dict[Role, RoleMemory]
+
+    @property
+    def layers(self) -> list[int]:
+        """Those of all chunks."""
+        return [layer for chunk in self.chunks for layer in chunk]
 
     @property
     def peak(self) -> float:
@@ -84,14 +93,13 @@ def make_plan(config: Config) -> Plan:
         ConfigError: there is no config.json, or the layout cannot work.
     """
     hf_config = _architecture(config)
-    problems = [*layout_problems(config, hf_config), *_not_planned(config)]
-    if problems:
+    if problems := list(layout_problems(config, hf_config)):
         raise ConfigError(str(config.model.architecture or config.model.path), problems)
     roles: tuple[Role, ...] = ("actor",) if config.critic is None else ("actor", "critic")
     tensors: dict[Role, list[ModelTensor]] = {role: model_tensors(role, hf_config, config) for role in roles}
     stages = [
-        Stage(layers, {role: stage_memory(role, hf_config, config, tensors[role], index) for role in roles})
-        for index, layers in enumerate(config.parallel.stages(hf_config["num_hidden_layers"]))
+        Stage(chunks, {role: stage_memory(role, hf_config, config, tensors[role], index) for role in roles})
+        for index, chunks in enumerate(stage_chunks(hf_config, config.parallel))
     ]
     return Plan(
         sizes=_sizes(hf_config, tensors["actor"]),
@@ -100,12 +108,6 @@ def make_plan(config: Config) -> Plan:
         available=(config.plan.gpu_memory_gib - config.plan.reserve_gib) * GIB,
         untrainable=tuple(f"{each.path}: {each.reason}" for each in untrainable(config, hf_config)),
     )
-
-
-def _not_planned(config: Config) -> Iterator[Problem]:
-    if config.parallel.virtual_pipeline > 1:
-        reason = "a plan counts the rows under way in the plain schedule only; plan with virtual_pipeline = 1"
-        yield Problem("parallel.virtual_pipeline", reason)
 
 
 def _architecture(config: Config) -> dict[str, Any]:
@@ -139,13 +141,13 @@ def _sizes(hf_config: dict[str, Any], tensors: list[ModelTensor]) -> Sizes:
 def _transfer(hf_config: dict[str, Any], config: Config, tensors: list[ModelTensor]) -> Transfer | None:
     if config.plan.rollout_gpus == 0:
         return None
-    stages = config.parallel.stages(hf_config["num_hidden_layers"])
+    chunks = stage_chunks(hf_config, config.parallel)
     width = {"float32": 4, "bfloat16": 2}[config.model.dtype]
-    sent = [0.0] * len(stages)
+    sent = [0.0] * len(chunks)
     for tensor in tensors:
-        sent[min(stages_of(tensor, stages))] += tensor.elements * width
+        sent[min(stages_of(tensor, chunks))] += tensor.elements * width
     total = sum(sent)
-    per_sender = max(sent) * len(stages) / config.parallel.ranks
+    per_sender = max(sent) * len(chunks) / config.parallel.ranks
     per_receiver = total / config.plan.engine_gpus
     seconds = max(per_sender, per_receiver) / (config.plan.link_gb_per_s * 1e9)
     return Transfer(total, per_sender, per_receiver, seconds)

@@ -129,17 +129,17 @@ def rank_elements(payload: Payload) -> Any:
 
 
 def training_peaks(payload: Payload) -> Any:
-    """For each of ``jobs``: bytes that one row's forward and backward pass had at the worst time, by the allocator."""
+    """For each of ``jobs``: bytes that ``rows`` forward and backward passes had at the worst time, by the allocator."""
     peaks = []
     for job in payload["jobs"]:
-        config = make_config(Path(job["path"]), {"ranks": 1})
+        config = make_config(Path(job["path"]), job.get("parallel", {"ranks": 1}))
         config = config.model_copy(update={"trainer": TrainerConfig(recompute=job["recompute"])})
         runtime.set_layout(config.parallel, seed=1)
         model = build_model("actor", Path(job["path"]), config, load=False)
         tokens = torch.randint(model.hf_config["vocab_size"], (job["tokens"],)).tolist()
         row = Row.from_sequences([tokens], [1.0])
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            forward_backward(model, [row], lambda index, values: (values.sum(), {}))
+            forward_backward(model, [row] * job.get("rows", 1), lambda index, values: (values.sum(), {}))
         events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
         held = torch.tensor([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).cumsum(0)
         peaks.append(int(held.max()))

@@ -88,7 +88,6 @@ def test_what_is_frozen_and_what_moves(reference: Outcome, checkpoint: Path) -> 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"trainer": {"recompute": "full"}},
     "attention": {"trainer": {"recompute": "selective"}, "megatron": {"model": {"recompute_modules": ["core_attn"]}}},
-    "latents": {"trainer": {"recompute": "selective"}, "megatron": {"model": {"recompute_modules": ["mla_up_proj"]}}},
 }
 
 
