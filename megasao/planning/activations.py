@@ -37,7 +37,7 @@ class Activations:
         """What computing decoder layer ``layer`` (from 0) leaves behind for its backward pass."""
         hidden = 6 * self.hf_config["hidden_size"] * self._width / self._sequence
         attention = self._latent(layer) if self._is_latent else self._grouped()
-        return self.tokens * (hidden + attention + self._feed_forward(layer)) + self._masks()
+        return self.tokens * (hidden + attention + self._feed_forward(layer)) + self._tile_masks()
 
     def last_stage(self) -> float:
         """What the final norm keeps."""
@@ -110,17 +110,17 @@ class Activations:
         kept = latents / self._sequence + cut / self._tensor + 4 * rotated
         return kept * self._width + 4 * (selected + mask) + 4 * heads / self._tensor
 
-    def _masks(self) -> float:
+    def _tile_masks(self) -> float:
         """Under context parallelism: masks of one sequence's tiles that are not computed again, on the fullest rank."""
         ranks = self.config.parallel.context
         chunk = self._row // (2 * ranks)
         if ranks == 1 or chunk == 0:
             return 0.0
         queries = min(TILE, chunk)
+        unmasked = 0 if self._is_latent and self._selects else queries
         ends = [range(number * chunk + queries, (number + 1) * chunk + 1, queries) for number in range(2 * ranks)]
-        kept = [sum(queries * end for end in each if queries * end <= TILE * TILE) for each in ends]
-        # A byte for what may be seen, and its four as a number.
-        return 5.0 * max(kept[rank] + kept[-1 - rank] for rank in range(ranks))
+        kept = [sum(queries * end for end in each if unmasked < end <= TILE * TILE // queries) for each in ends]
+        return 4.0 * max(kept[rank] + kept[-1 - rank] for rank in range(ranks))
 
     def _feed_forward(self, layer: int) -> float:
         shape = self.hf_config
