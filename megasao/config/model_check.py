@@ -38,8 +38,8 @@ def layout_problems(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
 
 def untrainable(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
     """What can be planned, and cannot be trained."""
-    modules = config.megatron.model.get("recompute_modules")
     latent, context = family_of(shape).attention == "sparse_latent", config.parallel.context
+    modules = config.megatron.model.get("recompute_modules") if config.trainer.recompute == "selective" else None
     if latent and context > 1 and isinstance(modules, list) and "mla_up_proj" in modules:
         reason = f"mla_up_proj alone does not go with parallel.context = {context}; use trainer.recompute = full"
         yield Problem("megatron.model.recompute_modules", reason)

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, distributed
 
 from megasao.config.training import TrainerConfig
-from megasao.megatron import runtime, sparse_attention
+from megasao.megatron import context, runtime, sparse_attention
 from megasao.megatron.bridge import export_hf
 from megasao.megatron.bridge.local import local_parameters
 from megasao.megatron.models import MegatronModel, build_model
@@ -104,6 +105,22 @@ def counted_through(cu_seqlens: Tensor) -> Tensor:
 
     lengths = cu_seqlens.long().diff() // parallel_state.get_context_parallel_world_size()
     return torch.cat([torch.arange(length) for length in lengths.tolist()])
+
+
+def gathered_widths(payload: Payload) -> Any:
+    """Numbers a token that context-parallel ranks gather during a forward pass, each kind once."""
+    config = make_config(Path(payload["path"]), payload["parallel"])
+    runtime.set_layout(config.parallel, seed=1)
+    model = build_model("actor", Path(payload["path"]), config)
+    gather, widths = context.gather_parts, set()
+
+    def recorded(part: Tensor) -> Tensor:
+        widths.add(part[0].numel())
+        return gather(part)
+
+    with patch.object(context, "gather_parts", recorded):
+        forward_only(model, [Row.from_sequences([list(range(20))], [1.0])])
+    return sorted(widths)
 
 
 def train_all(payload: Payload) -> Any:

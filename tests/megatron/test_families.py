@@ -109,6 +109,14 @@ def test_mistakes_in_sparse_attention_are_rejected(
             assert (outputs - references["glm_moe_dsa"]).abs().max() > 0.1
 
 
+def test_ranks_exchange_latents_and_the_indexers_keys(checkpoints: dict[str, Path]) -> None:
+    """Never keys or values of heads, which are 4 x 24 and 4 x 12 numbers a token."""
+    payload = {"path": str(checkpoints["glm_moe_dsa"]), "parallel": LAYOUTS["CP2"]}
+    sizes = SETTINGS["glm_moe_dsa"]
+    expected = sorted(sizes[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
+    assert run_world(2, "tests.megatron.family_cases:gathered_widths", payload) == [expected] * 2
+
+
 TRAINED = [
     ("llama", "PP2"),
     ("llama", "DP2 PP2 VPP2 DO"),

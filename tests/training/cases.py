@@ -92,9 +92,9 @@ def sao_steps(payload: Payload) -> Any:
 
     ``mutation`` is a mistake that must show: "local_denominator" divides by the rank's own action tokens; "batched_p2p"
     lets pipeline stages send as Megatron does by default; "unsummed_context" takes gradients of gathered keys for
-    complete; "own_keys" and "straight" are those of ``family_cases.mistake``; "ungathered_weights" goes on with weights
-    of which other ranks have updated their part; "replay_of_rank_0" takes the experts of a row's first tokens on every
-    tensor-parallel rank; "frozen_input" lets no gradient reach the input of a critic's first layer.
+    complete; "own_keys" is that of ``family_cases.mistake``; "ungathered_weights" goes on with weights of which other
+    ranks have updated their part; "replay_of_rank_0" takes the experts of a row's first tokens on every tensor-parallel
+    rank; "frozen_input" lets no gradient reach the input of a critic's first layer.
 
     ``tile`` and ``scores`` are the queries and the indexer's scores that exist at a time.
     """
@@ -113,7 +113,7 @@ def sao_steps(payload: Payload) -> Any:
 @contextmanager
 def _mistake(name: str | None, actor: Actor) -> Iterator[None]:
     """Do something wrong, on purpose, inside the block."""
-    if name in ("own_keys", "straight"):
+    if name == "own_keys":
         with family_cases.mistake(name):
             yield
         return
