@@ -8,7 +8,7 @@ from typing import Any
 from megasao.config.architecture import read_hf_config
 from megasao.config.errors import ConfigError, Problem
 from megasao.config.root import Config
-from megasao.families import context_problem, family_of
+from megasao.families import family_of
 from megasao.families.facts import expert_count, stage_problem
 
 Find = Callable[[Config, dict[str, Any]], Iterator[Problem]]
@@ -49,8 +49,11 @@ def of_critic(find: Find, config: Config, shape: dict[str, Any]) -> list[Problem
 
 def untrainable(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
     """What can be planned, and cannot be trained."""
-    if reason := context_problem(shape, config.parallel.context):
-        yield Problem("parallel.context", reason)
+    latent, context = family_of(shape).attention == "sparse_latent", config.parallel.context
+    modules = config.megatron.model.get("recompute_modules") if config.trainer.recompute == "selective" else None
+    if latent and context > 1 and isinstance(modules, list) and "mla_up_proj" in modules:
+        reason = f"mla_up_proj alone does not go with parallel.context = {context}; use trainer.recompute = full"
+        yield Problem("megatron.model.recompute_modules", reason)
     for name, value in family_of(shape).megatron(shape).items():
         if name in config.megatron.model:
             reason = f"not to be set here: it is {value!r} for model_type = {shape['model_type']!r}"

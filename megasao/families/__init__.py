@@ -16,7 +16,7 @@ import pkgutil
 from megasao.families.base import Family, HfConfig
 from megasao.families.rules import Rule
 
-__all__ = ["Family", "HfConfig", "Rule", "context_problem", "families", "family_of"]
+__all__ = ["Family", "HfConfig", "Rule", "families", "family_of"]
 
 _SHARED = {"base", "facts", "names", "routing", "rules", "shrink"}
 
@@ -38,13 +38,3 @@ def family_of(hf_config: HfConfig) -> Family:
         raise ValueError(f"model_type = {name!r} is not supported; expected {known}")
     family: Family = importlib.import_module(f"{__name__}.{name}").FAMILY
     return family
-
-
-def context_problem(hf_config: HfConfig, context: int) -> str | None:
-    """Why a model cannot be trained with ``parallel.context`` = ``context``; None if it can."""
-    if context == 1 or family_of(hf_config).attention != "sparse_latent":
-        return None
-    return (
-        f"{context} is not supported for model_type = {hf_config['model_type']!r}: its attention selects keys from the "
-        "whole row, and this rank would have only a part of it; set parallel.context = 1"
-    )

@@ -6,10 +6,12 @@ Each sequence of a row, padded to a multiple of 2 x CP tokens, is cut into 2 x C
 Invariants (tests assert them):
 
 - the ranks' parts, put together, are the row; outputs and gradients equal those of one rank that has the whole row;
-- no buffer of size [T, T] is made or kept: scores exist for one tile of queries at a time, forward and backward.
+- no buffer of size [T, T] is made or kept: scores exist for one tile of queries at a time, forward and backward;
+- where queries see selected keys only, the result is that of the same selection on one rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -43,6 +45,14 @@ def whole_order(cu_seqlens: Tensor, ranks: int) -> Tensor:
     return torch.argsort(torch.cat([zigzag(cu_seqlens, rank, ranks) for rank in range(ranks)]))
 
 
+def own_positions(cu_seqlens: Tensor) -> Tensor:
+    """int64 [T / CP]: the place of each of this rank's tokens in its own sequence."""
+    bounds, group = cu_seqlens.long(), parallel_state.get_context_parallel_group()
+    lengths = bounds.diff()
+    positions = torch.arange(int(bounds[-1]), device=bounds.device) - bounds[:-1].repeat_interleave(lengths)
+    return positions if group.size() == 1 else positions[zigzag(cu_seqlens, group.rank(), group.size())]
+
+
 def gather_outputs(part: Tensor, order: Tensor) -> Tensor:
     """[..., T] on every rank, from each rank's part [..., T / CP]; ``order`` as in :func:`whole_order`.
 
@@ -57,12 +67,17 @@ def gather_outputs(part: Tensor, order: Tensor) -> Tensor:
     return whole.index_select(0, order).movedim(0, -1)
 
 
-def gather_tokens(part: Tensor, order: Tensor) -> Tensor:
-    """[T, ...] on every rank, from each rank's part [T / CP, ...]. The ranks' gradients are summed."""
-    whole = tensor_parallel.gather_from_sequence_parallel_region(
+def gather_parts(part: Tensor) -> Tensor:
+    """[CP x n, ...] on every rank: the ranks' parts [n, ...] laid end to end. The ranks' gradients are summed."""
+    whole: Tensor = tensor_parallel.gather_from_sequence_parallel_region(
         part.contiguous(), tensor_parallel_output_grad=True, group=parallel_state.get_context_parallel_group()
     )
-    return whole.index_select(0, order)
+    return whole
+
+
+def gather_tokens(part: Tensor, order: Tensor) -> Tensor:
+    """[T, ...] on every rank, from each rank's part [T / CP, ...]. The ranks' gradients are summed."""
+    return gather_parts(part).index_select(0, order)
 
 
 def context_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
@@ -71,35 +86,71 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Ten
     ``query`` [T / CP, heads, d], ``key`` and ``value`` [T / CP, groups, d] -> [T / CP, heads, d of value].
     ``cu_seqlens``: int32 [B + 1] of the whole, padded row.
     """
-    group = parallel_state.get_context_parallel_group()
-    order = whole_order(cu_seqlens, group.size())
-    keys, values = gather_tokens(key, order), gather_tokens(value, order)
+    order = whole_order(cu_seqlens, parallel_state.get_context_parallel_world_size())
+    return attend_to_row(query, gather_tokens(key, order), gather_tokens(value, order), cu_seqlens, scale)
+
+
+def attend_to_row(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float, selected: Tensor | None = None
+) -> Tensor:
+    """Causal attention of this rank's queries to the keys of the whole row, or to those selected for each.
+
+    Args:
+        query: [T / CP, heads, d].
+        key, value: [T, groups, d], of the whole, padded row.
+        cu_seqlens: int32 [B + 1], of that row.
+        selected: int [T / CP, k], places of keys in the query's own sequence, none after the query's; None is all.
+
+    Returns:
+        [T / CP, heads, d of value].
+    """
     parts = []
-    for own, before, start, end in _tiles(cu_seqlens, group.rank(), group.size()):
-        tile = query[own : own + end - start], keys[before:end], values[before:end]
-        large = (end - start) * (end - before) > TILE * TILE
-        parts.append(checkpoint(_tile, *tile, scale, use_reentrant=False) if large else _tile(*tile, scale))
+    for tile in own_tiles(cu_seqlens):
+        keys = slice(tile.sequence, tile.end)
+        given = query[tile.own], key[keys], value[keys], scale, None if selected is None else selected[tile.own]
+        large = (tile.end - tile.start) * (tile.end - tile.sequence) > TILE * TILE
+        parts.append(checkpoint(_tile, *given, use_reentrant=False) if large else _tile(*given))
     return torch.cat(parts)
 
 
-def _tiles(cu_seqlens: Tensor, rank: int, ranks: int) -> Iterator[tuple[int, int, int, int]]:
-    """(place among the rank's own tokens, start of the sequence, first query, end of the queries), by tile."""
-    bounds = cu_seqlens.tolist()
+@dataclass(frozen=True)
+class Tile:
+    """Queries that attend at a time, neighbours in one sequence of the whole row.
+
+    Attributes:
+        own: the queries among this rank's own tokens.
+        sequence: start of their sequence in the row.
+        start, end: the queries in the row.
+    """
+
+    own: slice
+    sequence: int
+    start: int
+    end: int
+
+
+def own_tiles(cu_seqlens: Tensor, most: Callable[[int], int] | None = None) -> Iterator[Tile]:
+    """This rank's tokens in their own order, by tiles of TILE queries, or of ``most(length of the sequence)``."""
+    group = parallel_state.get_context_parallel_group()
+    rank, ranks = group.rank(), group.size()
     own = 0
-    for first, last in pairwise(bounds):
+    for first, last in pairwise(cu_seqlens.tolist()):
         size = (last - first) // (2 * ranks)
+        step = TILE if most is None else most(last - first)
         for chunk in (rank, 2 * ranks - 1 - rank):
-            for start in range(first + chunk * size, first + (chunk + 1) * size, TILE):
-                end = min(start + TILE, first + (chunk + 1) * size)
-                yield own, first, start, end
+            for start in range(first + chunk * size, first + (chunk + 1) * size, step):
+                end = min(start + step, first + (chunk + 1) * size)
+                yield Tile(slice(own, own + end - start), first, start, end)
                 own += end - start
 
 
-def _tile(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """The last queries of a sequence's first keys: query i of n sees all but the last n - 1 - i keys."""
+def _tile(query: Tensor, key: Tensor, value: Tensor, scale: float, selected: Tensor | None = None) -> Tensor:
+    """The last queries of a sequence's first keys: query i of n sees all but the last n - 1 - i keys, or selected."""
     queries, keys = len(query), len(key)
     mask = None
-    if keys > queries:
+    if selected is not None:
+        mask = torch.zeros(queries, keys, dtype=torch.bool, device=query.device).scatter_(-1, selected.long(), True)
+    elif keys > queries:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril_(keys - queries)
     result = functional.scaled_dot_product_attention(
         query.transpose(0, 1)[None],

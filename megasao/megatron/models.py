@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megasao.config import Config
 from megasao.config.architecture import read_hf_config
 from megasao.config.model import ModelConfig, ParallelConfig
-from megasao.families import context_problem, family_of
+from megasao.families import family_of
 from megasao.families.facts import expert_count, head_dim, is_moe_layer, rope
 from megasao.megatron import router_replay
 from megasao.megatron.modules import HiddenOutput, ValueHead
@@ -177,13 +177,11 @@ def make_transformer_config(
     """Megatron's configuration of a checkpoint under a layout; ``options`` go on to Megatron.
 
     Raises:
-        ValueError: the layout does not fit the model, or its attention cannot be split over context-parallel ranks.
+        ValueError: the layout does not fit the model.
     """
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
     family = family_of(hf_config)
     _divisible(hf_config["num_key_value_heads"], "num_key_value_heads", parallel.tensor, "parallel.tensor")
-    if reason := context_problem(hf_config, parallel.context):
-        raise ValueError(f"parallel.context = {reason}")
     own = family.megatron(hf_config)
     if twice := own.keys() & (options or {}).keys():
         raise ValueError(f"megatron.model: {sorted(twice)} follow from model_type = {hf_config['model_type']!r}")

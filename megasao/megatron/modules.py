@@ -102,8 +102,9 @@ class PackedRow(PackedSeqParams):
 
     Attributes:
         selected: what sparse attention's layers with an indexer selected in this pass, by layer from 0, for the layers
-            that share it: int32 [B, max_seqlen, k] key positions, or None where every earlier key counts. It belongs
-            to the row, not to the model: rows are under way together in a pipeline, and recomputation comes later.
+            that share it: int32 [B, max_seqlen, k] key positions ([T / CP, k] of this rank's own queries under context
+            parallelism), or None where every earlier key counts. It belongs to the row, not to the model: rows are
+            under way together in a pipeline, and recomputation comes later.
         routed_experts: int64 [P / CP, M, K], the experts that this rank's tokens go to in each layer that has some;
             None: the routers choose.
     """

@@ -10,22 +10,22 @@ Invariants (tests assert them):
   rotation of halves for that of pairs in the indexer, does not;
 - a row's result equals that of its sequences alone, and does not depend on the chunks that queries are cut into;
 - where a row has no sequence longer than the number of selected keys, attention is plain causal attention;
-- no [T, T] tensor outlives its chunk of queries: they are made again in the backward pass.
+- no [T, T] tensor outlives its chunk of queries: they are made again in the backward pass;
+- under context parallelism each rank selects, for its own queries, among the keys of the whole row.
 """
 
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from megasao.megatron.context import attend_to_row, gather_tokens, own_positions, own_tiles, whole_order
 from megasao.megatron.modules import PackedRow, to_sequences, to_tokens
 
 QUERY_CHUNK = 1024
@@ -66,31 +66,44 @@ class Indexer(MegatronModule):
         """Key positions in the query's own sequence, none after the query's, some perhaps repeated.
 
         Args:
-            hidden: [T or T / TP, 1, hidden], the attention's input.
+            hidden: [T or T / TP, 1, hidden], the attention's input; under context parallelism of this rank's tokens.
             query_latent: [T or T / TP, q_lora_rank], normalised.
 
         Returns:
-            int32 [B, max_seqlen, k]; None if no sequence is longer than k, the number of keys to select.
+            int32 [B, max_seqlen, k], or [T / CP, k] under context parallelism; None if no sequence is longer than k,
+            the number of keys to select.
         """
         if row.max_seqlen_q <= self.config.dsa_indexer_topk:
             return None
         if self.config.sequence_parallel:
             hidden, query_latent = (gather_from_sequence_parallel_region(each) for each in (hidden, query_latent))
         hidden = hidden.squeeze(1)
-        queries = self.linear_wq_b(query_latent)[0].unflatten(-1, (self.heads, self.width))
-        keys = self.k_norm(self.linear_wk(hidden)[0])
+        positions = own_positions(row.cu_seqlens_q)
+        queries = self._rotated(self.linear_wq_b(query_latent)[0].unflatten(-1, (self.heads, self.width)), positions)
+        keys = self._rotated(self.k_norm(self.linear_wk(hidden)[0]).unsqueeze(1), positions).squeeze(1)
         weights = functional.linear(hidden.float(), self.linear_weights_proj.weight.float()) * self.heads**-0.5
-        return self._select(
-            self._rotated(to_sequences(queries, row)),
-            self._rotated(to_sequences(keys, row).unsqueeze(2)).squeeze(2),
-            to_sequences(weights, row),
-        )
+        if self.config.context_parallel_size > 1:
+            return self._select_in_row(queries, keys, weights, row.cu_seqlens_q, positions)
+        return self._select(*(to_sequences(each, row) for each in (queries, keys, weights)))
 
-    def _rotated(self, vectors: Tensor) -> Tensor:
-        """Rotate the first dimensions of [B, L, heads, width] by the position along L."""
+    def _rotated(self, vectors: Tensor, positions: Tensor) -> Tensor:
+        """Rotate the first dimensions of [T, heads, width] by ``positions`` [T]."""
         width, base = self.config.qk_pos_emb_head_dim, self.config.rotary_base
-        rotated = rotate_pairs(vectors[..., :width], base)
+        rotated = rotate_pairs(vectors[..., :width], positions, base)
         return torch.cat([rotated, vectors[..., width:]], dim=-1)
+
+    def _select_in_row(
+        self, queries: Tensor, keys: Tensor, weights: Tensor, cu_seqlens: Tensor, positions: Tensor
+    ) -> Tensor:
+        """For this rank's ``queries`` [T / CP, heads, width] among the ``keys`` of all ranks -> int32 [T / CP, k]."""
+        keys = gather_tokens(keys, whole_order(cu_seqlens, self.config.context_parallel_size))
+        # A query with fewer earlier keys than k has its own repeated.
+        selected = positions.to(torch.int32)[:, None].repeat(1, self.config.dsa_indexer_topk)
+        for tile in own_tiles(cu_seqlens, lambda length: max(1, SCORES_AT_A_TIME // (self.heads * max(1, length)))):
+            seen, first = keys[None, tile.sequence : tile.end], tile.start - tile.sequence
+            best = self._select_part(queries[None, tile.own], seen, weights[None, tile.own], first)[0]
+            selected[tile.own, : best.shape[-1]] = best
+        return selected
 
     def _select(self, queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
         """``queries`` [B, L, heads, width], ``keys`` [B, L, width], ``weights`` [B, L, heads] -> int32 [B, L, k]."""
@@ -108,16 +121,17 @@ class Indexer(MegatronModule):
         total = (weights.unsqueeze(2) @ scores).squeeze(2)
         position = torch.arange(start, start + queries.shape[1], device=keys.device)[:, None]
         later = torch.arange(keys.shape[1], device=keys.device) > position
-        best = total.masked_fill_(later, float("-inf")).topk(self.config.dsa_indexer_topk, dim=-1).indices
+        most = min(self.config.dsa_indexer_topk, keys.shape[1])
+        best = total.masked_fill_(later, float("-inf")).topk(most, dim=-1).indices
         # Later keys come up only where all earlier ones were chosen, the query's own among them.
         return torch.where(best > position, position, best).to(torch.int32)
 
 
-def rotate_pairs(vectors: Tensor, base: float) -> Tensor:
-    """Rotate each pair of neighbours of [B, L, heads, width] by the position along L; first halves come first."""
-    length, width = vectors.shape[1], vectors.shape[-1]
+def rotate_pairs(vectors: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Rotate each pair of neighbours of [T, heads, width] by ``positions`` [T]; first halves come first."""
+    width = vectors.shape[-1]
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=vectors.device) / width
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=vectors.device), 1.0 / base**exponents)
+    angles = torch.outer(positions.float(), 1.0 / base**exponents)
     cos, sin = (each.to(vectors.dtype)[:, None] for each in (angles.cos(), angles.sin()))
     first, second = vectors[..., 0::2], vectors[..., 1::2]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -140,11 +154,19 @@ class SparseAttention(MegatronModule):
         value: Tensor,
         attention_mask: Tensor | None = None,
         attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """``query``, ``key`` [T, heads, d], ``value`` [T, heads, v] -> [T, heads * v]."""
+        """``query``, ``key`` [T, heads, d], ``value`` [T, heads, v] -> [T, heads * v].
+
+        Under context parallelism ``query`` and the result are of this rank's T / CP tokens, ``key`` and ``value`` of
+        the whole row.
+        """
         assert isinstance(packed_seq_params, PackedRow), "rows are always packed"
         row = packed_seq_params
+        if self.config.context_parallel_size > 1:
+            selected = row.selected[self.source]
+            return attend_to_row(query, key, value, row.cu_seqlens_q, self.scale, selected).flatten(1)
         query, key, value = (to_sequences(each, row).transpose(1, 2) for each in (query, key, value))
         result = attend(query, key, value, row.selected[self.source], self.scale)
         return to_tokens(result.transpose(1, 2), row).flatten(1)
@@ -181,39 +203,3 @@ def _attend_to(query: Tensor, key: Tensor, value: Tensor, selected: Tensor, scal
     mask = torch.zeros((*selected.shape[:2], key.shape[2]), dtype=torch.bool, device=key.device)
     mask.scatter_(-1, selected.long(), True)
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None], scale=scale)
-
-
-class LatentAttention(MLASelfAttention):
-    """Megatron's multi-head latent attention, with whole down-projections and the indexer's selection.
-
-    Without TransformerEngine Megatron cuts the down-projections over tensor-parallel ranks, and the gradient of the
-    rotated part of the keys is then never summed.
-    """
-
-    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self.linear_q_down_proj: torch.nn.Module
-        self.linear_kv_down_proj: torch.nn.Module
-        if isinstance(self.linear_q_down_proj, ColumnParallelLinear):
-            inputs, rotated = config.hidden_size, config.qk_pos_emb_head_dim
-            self.linear_q_down_proj = DuplicatedLinear(inputs, config.q_lora_rank, config)
-            self.linear_kv_down_proj = DuplicatedLinear(inputs, config.kv_lora_rank + rotated, config)
-
-    def get_query_key_value_tensors(
-        self,
-        hidden_states: Tensor,
-        key_value_states: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        inference_context: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, ...]:
-        """Megatron's; in a layer with an indexer the row remembers its selection."""
-        assert isinstance(packed_seq_params, PackedRow), "rows are always packed"
-        result: tuple[Tensor, ...] = super().get_query_key_value_tensors(
-            hidden_states, key_value_states, position_ids, packed_seq_params, inference_context, **kwargs
-        )
-        core = self.core_attention
-        if core.indexer is not None:
-            packed_seq_params.selected[core.source] = core.indexer(hidden_states, result[3], packed_seq_params)
-        return result

@@ -12,8 +12,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megasao.families import family_of
 from megasao.families.facts import indexer_layers, is_moe_layer, stage_problem
+from megasao.megatron.latent_attention import LatentAttention
 from megasao.megatron.modules import PackedAttention, RMSNorm
-from megasao.megatron.sparse_attention import LatentAttention, SparseAttention
+from megasao.megatron.sparse_attention import SparseAttention
 
 
 def block_spec(

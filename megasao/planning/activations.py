@@ -12,6 +12,7 @@ from typing import Any
 from megasao.config import Config
 from megasao.families import family_of
 from megasao.families.facts import expert_count, head_dim, indexer_layers, is_moe_layer, rope
+from megasao.megatron.context import TILE
 from megasao.megatron.sparse_attention import QUERY_CHUNK, SCORES_AT_A_TIME
 
 LOGPROB_CHUNK = 1024
@@ -36,7 +37,7 @@ class Activations:
         """What computing decoder layer ``layer`` (from 0) leaves behind for its backward pass."""
         hidden = 6 * self.hf_config["hidden_size"] * self._width / self._sequence
         attention = self._latent(layer) if self._is_latent else self._grouped()
-        return self.tokens * (hidden + attention + self._feed_forward(layer))
+        return self.tokens * (hidden + attention + self._feed_forward(layer)) + self._tile_masks()
 
     def last_stage(self) -> float:
         """What the final norm keeps."""
@@ -54,7 +55,10 @@ class Activations:
         shape = self.hf_config
         if not self._is_latent or not self._selects or not any(layer in indexer_layers(shape) for layer in layers):
             return 0.0
-        return 4.0 * min(SCORES_AT_A_TIME, self.tokens * self._row * shape["index_n_heads"])
+        context = self.config.parallel.context
+        # Under context parallelism half of a rank's tokens, a chunk of the zig-zag, are the most that score at a time.
+        queries = self.tokens if context == 1 else self.tokens // 2
+        return 4.0 * min(SCORES_AT_A_TIME, queries * self._row * shape["index_n_heads"])
 
     def kept(self, layers: range, *, last: bool) -> float:
         """What ``layers`` keep, and on the last stage the final norm."""
@@ -97,13 +101,26 @@ class Activations:
 
     def _latent(self, layer: int) -> float:
         shape = self.hf_config
-        heads, rotated = shape["num_attention_heads"], shape["qk_rope_head_dim"]
-        latents = 3 * shape["q_lora_rank"] + 3 * shape["kv_lora_rank"] + rotated
-        cut = heads * (2 * (shape["qk_nope_head_dim"] + rotated) + 3 * shape["v_head_dim"])
+        heads, rotated, context = shape["num_attention_heads"], shape["qk_rope_head_dim"], self.config.parallel.context
+        # Each context-parallel rank gathers the latents of the whole row, and makes its keys and values from them.
+        latents = 3 * shape["q_lora_rank"] + (2 + context) * shape["kv_lora_rank"] + rotated
+        cut = heads * ((1 + context) * (shape["qk_nope_head_dim"] + rotated) + (2 + context) * shape["v_head_dim"])
         selected = shape["index_topk"] if self._selects and layer in indexer_layers(shape) else 0
-        mask = self._row if self._selects and self._row <= QUERY_CHUNK else 0
+        mask = self._row if context == 1 and self._selects and self._row <= QUERY_CHUNK else 0
         kept = latents / self._sequence + cut / self._tensor + 4 * rotated
         return kept * self._width + 4 * (selected + mask) + 4 * heads / self._tensor
+
+    def _tile_masks(self) -> float:
+        """Under context parallelism: masks of one sequence's tiles that are not computed again, on the fullest rank."""
+        ranks = self.config.parallel.context
+        chunk = self._row // (2 * ranks)
+        if ranks == 1 or chunk == 0:
+            return 0.0
+        queries = min(TILE, chunk)
+        unmasked = 0 if self._is_latent and self._selects else queries
+        ends = [range(number * chunk + queries, (number + 1) * chunk + 1, queries) for number in range(2 * ranks)]
+        kept = [sum(queries * end for end in each if unmasked < end <= TILE * TILE // queries) for each in ends]
+        return 4.0 * max(kept[rank] + kept[-1 - rank] for rank in range(ranks))
 
     def _feed_forward(self, layer: int) -> float:
         shape = self.hf_config

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megasao.config import Config
+from megasao.config.model import ParallelConfig
 from megasao.megatron.models import Role
 from megasao.planning.activations import Activations
+from megasao.planning.schedule import most_kept
 from megasao.planning.tensors import ModelTensor, share_of_rank
 
 GIB = 2**30
@@ -18,7 +20,7 @@ class RoleMemory:
     Attributes:
         parameters: numbers in its tensors.
         weights, gradients, optimizer: there all the time.
-        activations: of the rows under way when most are; there while this model trains.
+        activations: of the rows under way when most is kept; there while this model trains.
         host: of the optimizer, in the host's memory.
         scratch: for a moment: the logits of the head on the last stage of an actor, or the scores of an indexer.
     """
@@ -46,31 +48,45 @@ def stage_memory(
     role: Role, hf_config: dict[str, Any], config: Config, tensors: list[ModelTensor], stage: int
 ) -> RoleMemory:
     """What ``role`` needs on the fullest rank of ``stage`` (from 0)."""
-    stages = config.parallel.stages(hf_config["num_hidden_layers"])
-    mine = [tensor for tensor in tensors if stage in stages_of(tensor, stages)]
+    stages, chunks = config.parallel.pipeline, stage_chunks(hf_config, config.parallel)
+    mine = [tensor for tensor in tensors if stage in stages_of(tensor, chunks)]
     held = {id(tensor): share_of_rank(tensor, hf_config, config.parallel) for tensor in mine}
     trained = [tensor for tensor in mine if tensor.trained]
     optimizer = sum(held[id(t)] / _optimizer_shards(t, config) for t in trained) * _optimizer_bytes(config)
-    rows, last = _rows(hf_config, config), stage == len(stages) - 1
+    rows, own = _rows(hf_config, config), chunks[stage]
+    lasts = [stage == stages - 1 and number == len(own) - 1 for number in range(len(own))]
+    kept = [rows.kept(layers, last=last) for layers, last in zip(own, lasts, strict=True)]
     return RoleMemory(
         parameters=sum(held.values()),
         weights=sum(held[id(t)] * (4 if t.rule.float32 else _width(config)) for t in mine),
         gradients=sum(held[id(t)] for t in trained) * 4,
         optimizer=optimizer * (1 - offloaded(config)),
         host=optimizer * offloaded(config),
-        # Stage s of P has up to P - s rows under way.
-        activations=(len(stages) - stage) * rows.kept(stages[stage], last=last),
-        scratch=rows.scratch(stages[stage], last=last, head=last and role == "actor"),
+        activations=most_kept(kept, stage, stages),
+        scratch=max(
+            rows.scratch(layers, last=last, head=last and role == "actor")
+            for layers, last in zip(own, lasts, strict=True)
+        ),
     )
 
 
-def stages_of(tensor: ModelTensor, stages: list[range]) -> set[int]:
-    """Stages that hold a tensor; a tied embedding is on the first and on the last."""
+def stage_chunks(hf_config: dict[str, Any], parallel: ParallelConfig) -> list[list[range]]:
+    """The decoder layers, from 0, of each model chunk of each pipeline stage; one chunk without a virtual pipeline.
+
+    Raises:
+        ValueError: the layers cannot be split so.
+    """
+    chunks = parallel.stages(hf_config["num_hidden_layers"])
+    return [chunks[stage :: parallel.pipeline] for stage in range(parallel.pipeline)]
+
+
+def stages_of(tensor: ModelTensor, chunks: list[list[range]]) -> set[int]:
+    """Stages that hold a tensor, of those with ``chunks``; a tied embedding is on the first and on the last."""
     if tensor.layer is not None:
-        return {index for index, layers in enumerate(stages) if tensor.layer in layers}
+        return {stage for stage, own in enumerate(chunks) if any(tensor.layer in layers for layers in own)}
     if tensor.rule.megatron.startswith("embedding."):
-        return {0, len(stages) - 1} if tensor.tied else {0}
-    return {len(stages) - 1}
+        return {0, len(chunks) - 1} if tensor.tied else {0}
+    return {len(chunks) - 1}
 
 
 def offloaded(config: Config) -> float:

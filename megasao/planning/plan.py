@@ -1,6 +1,5 @@
 """The plan of a run: sizes, where everything goes, what it needs, and whether that is there."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from megasao.config.architecture import read_architecture
 from megasao.config.errors import ConfigError, Problem
 from megasao.config.model_check import layout_problems, of_critic, untrainable
 from megasao.megatron.models import Role
-from megasao.planning.memory import GIB, RoleMemory, stage_memory, stages_of
+from megasao.planning.memory import GIB, RoleMemory, stage_chunks, stage_memory, stages_of
 from megasao.planning.tensors import ModelTensor, active_parameters, model_tensors, mtp_parameters
 
 
@@ -33,10 +32,20 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage: its decoder layers from 0, and what each model needs on its fullest rank."""
+    """One pipeline stage.
 
-    layers: range
+    Attributes:
+        chunks: its decoder layers from 0, by model chunk; there are several with a virtual pipeline.
+        roles: what each model needs on the stage's fullest rank.
+    """
+
+    chunks: list[range]
     roles: dict[Role, RoleMemory]
+
+    @property
+    def layers(self) -> list[int]:
+        """Those of all chunks."""
+        return [layer for chunk in self.chunks for layer in chunk]
 
     @property
     def peak(self) -> float:
@@ -88,8 +97,7 @@ def make_plan(config: Config) -> Plan:
         ConfigError: there is no config.json, or the layout cannot work.
     """
     hf_config = _architecture(config)
-    problems = [*layout_problems(config, hf_config), *_not_planned(config, hf_config)]
-    problems += [*of_critic(layout_problems, config, hf_config), *of_critic(_not_planned, config, hf_config)]
+    problems = [*layout_problems(config, hf_config), *of_critic(layout_problems, config, hf_config)]
     if problems:
         raise ConfigError(str(config.model.architecture or config.model.path), problems)
     roles: tuple[Role, ...] = ("actor",) if config.critic is None else ("actor", "critic")
@@ -109,17 +117,11 @@ def make_plan(config: Config) -> Plan:
 
 def _stages(hf_config: dict[str, Any], config: Config, tensors: dict[Role, list[ModelTensor]]) -> list[Stage]:
     """The stages of the ranks that hold these models; none where they hold nothing."""
-    stages = config.parallel.stages(hf_config["num_hidden_layers"]) if tensors else []
+    stages = stage_chunks(hf_config, config.parallel) if tensors else []
     return [
-        Stage(layers, {role: stage_memory(role, hf_config, config, tensors[role], index) for role in tensors})
-        for index, layers in enumerate(stages)
+        Stage(chunks, {role: stage_memory(role, hf_config, config, tensors[role], index) for role in tensors})
+        for index, chunks in enumerate(stages)
     ]
-
-
-def _not_planned(config: Config, _: dict[str, Any]) -> Iterator[Problem]:
-    if config.parallel.virtual_pipeline > 1:
-        reason = "a plan counts the rows under way in the plain schedule only; plan with virtual_pipeline = 1"
-        yield Problem("parallel.virtual_pipeline", reason)
 
 
 def _architecture(config: Config) -> dict[str, Any]:
@@ -153,13 +155,13 @@ def _sizes(hf_config: dict[str, Any], tensors: list[ModelTensor]) -> Sizes:
 def _transfer(hf_config: dict[str, Any], config: Config, tensors: list[ModelTensor]) -> Transfer | None:
     if config.plan.rollout_gpus == 0:
         return None
-    stages = config.parallel.stages(hf_config["num_hidden_layers"])
+    chunks = stage_chunks(hf_config, config.parallel)
     width = {"float32": 4, "bfloat16": 2}[config.model.dtype]
-    sent = [0.0] * len(stages)
+    sent = [0.0] * len(chunks)
     for tensor in tensors:
-        sent[min(stages_of(tensor, stages))] += tensor.elements * width
+        sent[min(stages_of(tensor, chunks))] += tensor.elements * width
     total = sum(sent)
-    per_sender = max(sent) * len(stages) / config.parallel.ranks
+    per_sender = max(sent) * len(chunks) / config.parallel.ranks
     per_receiver = total / config.plan.engine_gpus
     seconds = max(per_sender, per_receiver) / (config.plan.link_gb_per_s * 1e9)
     return Transfer(total, per_sender, per_receiver, seconds)

@@ -37,6 +37,7 @@ def _layout(config: Config) -> Iterator[str]:
     parts = {
         "TP": parallel.tensor,
         "PP": parallel.pipeline,
+        **({"VPP": parallel.virtual_pipeline} if parallel.virtual_pipeline > 1 else {}),
         "CP": parallel.context,
         "EP": parallel.expert,
         "ETP": parallel.expert_tensor,
@@ -72,7 +73,7 @@ def _stages(stages: list[Stage], available: float) -> Iterator[str]:
 
 
 def _layers(stage: Stage) -> str:
-    return f"{len(stage.layers)} ({stage.layers.start}-{stage.layers.stop - 1})"
+    return f"{len(stage.layers)} ({', '.join(f'{chunk.start}-{chunk.stop - 1}' for chunk in stage.chunks)})"
 
 
 def _numbers(memory: RoleMemory) -> list[str]:

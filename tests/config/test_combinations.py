@@ -194,7 +194,11 @@ MODEL_CASES: list[tuple[dict[str, Any], list[str], str]] = [
     ({**SPARSE}, ["parallel.pipeline=2"], "parallel.pipeline"),
     ({**SPARSE}, ["parallel.pipeline=2", "parallel.pipeline_layers=[5,3]"], "parallel.pipeline_layers"),
     ({**SPARSE}, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"], "parallel.virtual_pipeline"),
-    ({**SPARSE}, ["parallel.context=2"], "parallel.context"),
+    (
+        {**SPARSE},
+        ["parallel.context=2", "trainer.recompute=selective", "megatron.model.recompute_modules=[mla_up_proj]"],
+        "megatron.model.recompute_modules",
+    ),
     ({**SPARSE}, ["megatron.model.moe_router_bias_update_rate=0.1"], "megatron.model.moe_router_bias_update_rate"),
     ({**SPARSE, "index_topk": None}, [], "model.path"),
     ({**SPARSE, "norm_topk_prob": False}, [], "model.path"),
@@ -241,6 +245,8 @@ def test_layouts_that_do_not_fit_the_model(
         ({"num_hidden_layers": 4}, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]),
         ({"num_hidden_layers": 5}, ["parallel.pipeline=2", "parallel.pipeline_layers=[2,3]"]),
         ({**SPARSE}, ["parallel.pipeline=2", "parallel.pipeline_layers=[6,2]"]),
+        ({**SPARSE}, ["parallel.context=2"]),
+        ({**SPARSE}, ["trainer.recompute=selective", "megatron.model.recompute_modules=[mla_up_proj]"]),
     ],
 )
 def test_layouts_that_fit_the_model(tmp_path: Path, changes: dict[str, Any], overrides: list[str]) -> None:

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, distributed
 
 from megasao.config.training import TrainerConfig
-from megasao.megatron import runtime, sparse_attention
+from megasao.megatron import context, runtime, sparse_attention
 from megasao.megatron.bridge import export_hf
 from megasao.megatron.bridge.local import local_parameters
 from megasao.megatron.models import MegatronModel, build_model
@@ -57,10 +58,16 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 @contextmanager
 def mistake(name: str | None) -> Iterator[None]:
-    """A deliberate mistake in sparse attention: ``dense`` attends to every key, ``halves`` rotates as Llama does."""
+    """A deliberate mistake in sparse attention.
+
+    ``dense`` attends to every key, ``halves`` rotates as Llama does; under context parallelism ``own_keys`` scores no
+    keys of other ranks, and ``straight`` takes a rank's tokens of a sequence for neighbours.
+    """
     replaced: dict[str | None, tuple[Any, str, Any]] = {
         "dense": (sparse_attention.Indexer, "forward", lambda self, hidden, latent, row: None),
         "halves": (sparse_attention, "rotate_pairs", rotate_halves),
+        "own_keys": (sparse_attention, "gather_tokens", own_alone),
+        "straight": (sparse_attention, "own_positions", counted_through),
     }
     if name is None:
         yield
@@ -74,13 +81,46 @@ def mistake(name: str | None) -> Iterator[None]:
         setattr(owner, attribute, right)
 
 
-def rotate_halves(vectors: Tensor, base: float) -> Tensor:
+def rotate_halves(vectors: Tensor, positions: Tensor, base: float) -> Tensor:
     """As ``rotate_pairs``, pairing dimension i with i + width / 2."""
-    length, width = vectors.shape[1], vectors.shape[-1]
-    angles = torch.outer(torch.arange(length).float(), base ** -(torch.arange(0, width, 2).float() / width))
+    width = vectors.shape[-1]
+    angles = torch.outer(positions.float(), base ** -(torch.arange(0, width, 2).float() / width))
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = vectors.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def own_alone(part: Tensor, order: Tensor) -> Tensor:
+    """As ``gather_tokens``, with nothing in the places of other ranks' tokens."""
+    from megatron.core import parallel_state
+
+    rank, ranks = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    parts = [part if other == rank else torch.zeros_like(part) for other in range(ranks)]
+    return torch.cat(parts).index_select(0, order)
+
+
+def counted_through(cu_seqlens: Tensor) -> Tensor:
+    """As ``own_positions``, from 0 up in each sequence's part."""
+    from megatron.core import parallel_state
+
+    lengths = cu_seqlens.long().diff() // parallel_state.get_context_parallel_world_size()
+    return torch.cat([torch.arange(length) for length in lengths.tolist()])
+
+
+def gathered_widths(payload: Payload) -> Any:
+    """Numbers a token that context-parallel ranks gather during a forward pass, each kind once."""
+    config = make_config(Path(payload["path"]), payload["parallel"])
+    runtime.set_layout(config.parallel, seed=1)
+    model = build_model("actor", Path(payload["path"]), config)
+    gather, widths = context.gather_parts, set()
+
+    def recorded(part: Tensor) -> Tensor:
+        widths.add(part[0].numel())
+        return gather(part)
+
+    with patch.object(context, "gather_parts", recorded):
+        forward_only(model, [Row.from_sequences([list(range(20))], [1.0])])
+    return sorted(widths)
 
 
 def train_all(payload: Payload) -> Any:
@@ -106,17 +146,17 @@ def rank_elements(payload: Payload) -> Any:
 
 
 def training_peaks(payload: Payload) -> Any:
-    """For each of ``jobs``: bytes that one row's forward and backward pass had at the worst time, by the allocator."""
+    """For each of ``jobs``: bytes that ``rows`` forward and backward passes had at the worst time, by the allocator."""
     peaks = []
     for job in payload["jobs"]:
-        config = make_config(Path(job["path"]), {"ranks": 1})
+        config = make_config(Path(job["path"]), job.get("parallel", {"ranks": 1}))
         config = config.model_copy(update={"trainer": TrainerConfig(recompute=job["recompute"])})
         runtime.set_layout(config.parallel, seed=1)
         model = build_model("actor", Path(job["path"]), config, load=False)
         tokens = torch.randint(model.hf_config["vocab_size"], (job["tokens"],)).tolist()
         row = Row.from_sequences([tokens], [1.0])
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            forward_backward(model, [row], lambda index, values: (values.sum(), {}))
+            forward_backward(model, [row] * job.get("rows", 1), lambda index, values: (values.sum(), {}))
         events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
         held = torch.tensor([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).cumsum(0)
         peaks.append(int(held.max()))

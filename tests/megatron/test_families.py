@@ -34,6 +34,7 @@ LAYOUTS |= {
     "PP2 VPP2": {"ranks": 2, "pipeline": 2, "virtual_pipeline": 2},
     "DP2 PP2 VPP2 DO": {"ranks": 4, "pipeline": 2, "virtual_pipeline": 2, "distributed_optimizer": True},
 }
+LAYOUTS["TP2 SP CP2"] = {"ranks": 4, "tensor": 2, "sequence": True, "expert_tensor": 2, "context": 2}
 LAYOUTS["TP2 SP PP2 EP2 6+2"] = LAYOUTS["TP2 SP PP2 EP2"] | {"pipeline_layers": [6, 2]}
 LAYOUTS["TP2 SP PP2 EP2 6+2 DO"] = LAYOUTS["TP2 SP PP2 EP2 6+2"] | {"distributed_optimizer": True}
 DENSE = ["one", "TP2", "CP2", "PP2", "PP2 3+1", "PP2 VPP2", "TP2 SP PP2"]
@@ -43,7 +44,7 @@ FAMILIES = {
     "qwen3": DENSE,
     "qwen3_moe": MOE,
     "glm4_moe": MOE,
-    "glm_moe_dsa": ["one", "TP2 SP", "PP2 2+6", "PP2 6+2", "EP2", "TP2 SP PP2 EP2 6+2"],
+    "glm_moe_dsa": ["one", "TP2 SP", "PP2 2+6", "PP2 6+2", "EP2", "CP2", "TP2 SP PP2 EP2 6+2", "TP2 SP CP2"],
 }
 
 
@@ -102,9 +103,18 @@ def test_logprobs_equal_transformers_and_round_trips_are_bit_exact(
 def test_mistakes_in_sparse_attention_are_rejected(
     checkpoints: dict[str, Path], references: dict[str, torch.Tensor]
 ) -> None:
-    job = {"path": str(checkpoints["glm_moe_dsa"]), "parallel": LAYOUTS["one"]}
-    for outputs, _ in run([job | {"mistake": "dense"}, job | {"mistake": "halves"}]):
-        assert (outputs - references["glm_moe_dsa"]).abs().max() > 0.1
+    for layout, mistakes in (("one", ["dense", "halves"]), ("CP2", ["own_keys", "straight"])):
+        job = {"path": str(checkpoints["glm_moe_dsa"]), "parallel": LAYOUTS[layout]}
+        for outputs, _ in run([job | {"mistake": mistake} for mistake in mistakes]):
+            assert (outputs - references["glm_moe_dsa"]).abs().max() > 0.1
+
+
+def test_ranks_exchange_latents_and_the_indexers_keys(checkpoints: dict[str, Path]) -> None:
+    """Never keys or values of heads, which are 4 x 24 and 4 x 12 numbers a token."""
+    payload = {"path": str(checkpoints["glm_moe_dsa"]), "parallel": LAYOUTS["CP2"]}
+    sizes = SETTINGS["glm_moe_dsa"]
+    expected = sorted(sizes[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
+    assert run_world(2, "tests.megatron.family_cases:gathered_widths", payload) == [expected] * 2
 
 
 TRAINED = [
@@ -206,12 +216,6 @@ def test_a_checkpoint_moves_between_layouts(checkpoints: dict[str, Path], tmp_pa
     for state in states[1:]:
         assert state.keys() == states[0].keys()
         assert all(torch.equal(state[name], tensor) for name, tensor in states[0].items())
-
-
-def test_context_parallelism_of_latent_attention_is_refused(checkpoints: dict[str, Path]) -> None:
-    payload = {"path": str(checkpoints["glm_moe_dsa"]), "parallel": LAYOUTS["CP2"]}
-    messages = run_world(2, "tests.megatron.cases:layout_errors", payload)
-    assert all(message.startswith("parallel.context = 2 is not supported for model_type") for message in messages)
 
 
 def test_multi_token_prediction_is_carried(checkpoints: dict[str, Path], tmp_path: Path) -> None:

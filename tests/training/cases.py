@@ -19,7 +19,7 @@ from megasao.config.algorithm import GpgObjective, ObjectiveOptions
 from megasao.config.load import load_config
 from megasao.config.rundir import RunDirectory
 from megasao.families.routing import Routing
-from megasao.megatron import context, models, router_replay, runtime
+from megasao.megatron import context, models, router_replay, runtime, sparse_attention
 from megasao.megatron.bridge import export_hf, export_tensors
 from megasao.megatron.checkpoint import ModelSnapshot, load_model, save_model
 from megasao.megatron.models import MegatronModel, build_model
@@ -33,6 +33,7 @@ from megasao.training.estimator import Estimator
 from megasao.training.pretrain_value import pretrain
 from megasao.training.step import sao_step
 from megasao.trajectories.schema import Trajectory
+from tests.megatron import family_cases
 
 Payload = dict[str, Any]
 
@@ -91,10 +92,13 @@ def sao_steps(payload: Payload) -> Any:
 
     ``mutation`` is a mistake that must show: "local_denominator" divides by the rank's own action tokens; "batched_p2p"
     lets pipeline stages send as Megatron does by default; "unsummed_context" takes gradients of gathered keys for
-    complete; "ungathered_weights" goes on with weights of which other ranks have updated their part; "replay_of_rank_0"
-    takes the experts of a row's first tokens on every tensor-parallel rank; "frozen_input" lets no gradient reach the
-    input of a critic's first layer.
+    complete; "own_keys" is that of ``family_cases.mistake``; "ungathered_weights" goes on with weights of which other
+    ranks have updated their part; "replay_of_rank_0" takes the experts of a row's first tokens on every tensor-parallel
+    rank; "frozen_input" lets no gradient reach the input of a critic's first layer.
+
+    ``tile`` and ``scores`` are the queries and the indexer's scores that exist at a time.
     """
+    context.TILE, sparse_attention.SCORES_AT_A_TIME = payload.get("tile", 1024), payload.get("scores", 2**26)
     config = sao_config(payload)
     topology = runtime.set_layout(config.parallel, seed=1)
     actor = Actor.build(Path(payload["path"]), config, topology)
@@ -109,19 +113,29 @@ def sao_steps(payload: Payload) -> Any:
 @contextmanager
 def _mistake(name: str | None, actor: Actor) -> Iterator[None]:
     """Do something wrong, on purpose, inside the block."""
-    gather, own = context.gather_tokens, router_replay.own_tokens
+    if name == "own_keys":
+        with family_cases.mistake(name):
+            yield
+        return
+    gather, own = context.gather_parts, router_replay.own_tokens
     if name == "batched_p2p":
         actor.model.transformer_config.overlap_p2p_comm = False
         actor.model.transformer_config.batch_p2p_comm = True
     if name == "unsummed_context":
-        context.gather_tokens = lambda part, order: context.gather_outputs(part.movedim(0, -1), order).movedim(-1, 0)
+        context.gather_parts = lambda part: context.gather_outputs(part.movedim(0, -1), _all_of(part)).movedim(-1, 0)
     if name == "ungathered_weights":
         for chunk in actor.model.chunks:
             chunk.disable_forward_pre_hook()
     if name == "replay_of_rank_0":
         router_replay.own_tokens = lambda whole: whole[: len(whole) // 2]
     yield
-    context.gather_tokens, router_replay.own_tokens = gather, own
+    context.gather_parts, router_replay.own_tokens = gather, own
+
+
+def _all_of(part: torch.Tensor) -> torch.Tensor:
+    from megatron.core import parallel_state
+
+    return torch.arange(len(part) * parallel_state.get_context_parallel_world_size())
 
 
 def _run_steps(
