@@ -128,6 +128,13 @@ def exposure(config: "Config") -> Iterator[Problem]:
         yield Problem("transport.host", reason)
 
 
+def weights(config: "Config") -> Iterator[Problem]:
+    """Options of the disk are for runs that publish through it."""
+    if config.weights.directory is not None and config.weight_transport != "disk":
+        reason = f"has no reader while weights travel by {config.weight_transport}; set weights.transport = disk"
+        yield Problem("weights.directory", reason)
+
+
 def estimator(config: "Config") -> Iterator[Problem]:
     """There is a critic exactly where one is needed, and groups where rewards are compared within them."""
     options, size = config.algorithm.advantages, config.loop.group_size
@@ -282,6 +289,7 @@ RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     lengths,
     waits,
     exposure,
+    weights,
     router_replay,
     megatron_options,
     slurm_nodes,

@@ -16,6 +16,7 @@ from megasao.training.actor import Actor
 from megasao.training.critic import Critic
 from megasao.training.estimator import Estimator
 from megasao.training.loop import Trainer
+from megasao.training.publishing import make_publishing
 from megasao.training.source import BatchSource
 from megasao.training.world import trainer_world
 from megasao.transport.client import ControllerClient
@@ -52,7 +53,9 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology, asked_t
     publisher = None
     writer = None
     if topology.rank == 0:
-        publisher = WeightPublisher(endpoints.weights, keys=keys, config=config.transport)
+        publisher = WeightPublisher(
+            endpoints.weights, keys=keys, config=config.transport, bucket_bytes=config.weights.bucket_bytes
+        )
         writer = MetricsWriter(
             run,
             "trainer",
@@ -73,6 +76,6 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology, asked_t
         source=BatchSource(client, topology, config, lifesign, routing, asked_to_leave),
         client=client,
         codec=TokenizerCodec.from_directory(path),
-        publisher=publisher,
+        publishing=make_publishing(run, config, topology, publisher),
         writer=writer,
     )

@@ -43,3 +43,10 @@ def test_logprobs(tmp_path: Path) -> None:
     run("logprobs.py", *sizes, "--json", str(report))
     rows = json.loads(report.read_text())["rows"]
     assert rows["plain"]["loss"] == pytest.approx(rows["4"]["loss"], rel=1e-5)
+
+
+def test_weights(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert "paused: embedded" in run("weights.py", "--gb=0.005", "--repeats=1", "--json", str(report))
+    rows = json.loads(report.read_text())[0]["rows"]
+    assert set(rows) == {"stream", "disk", "bare gloo broadcast", "bare file write"}

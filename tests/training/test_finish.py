@@ -42,7 +42,7 @@ class World:
 
 def trainer(rank: int, client: Any, sent: list[bytes], timeout_s: float) -> Trainer:
     config: Any = SimpleNamespace(evaluation=EvaluationConfig(timeout_s=timeout_s))
-    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "publisher", "writer"))
+    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "publishing", "writer"))
     parts["source"] = SimpleNamespace(lifesign=SimpleNamespace(beat=lambda: None))
     world: Any = World(rank, sent)
     return Trainer(**parts, config=config, topology=world, client=client)
