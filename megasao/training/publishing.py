@@ -74,7 +74,7 @@ class DiskPublishing(Publishing):
             self._shares = outgoing(model)
         path, error = directory.unfinished_path(self.root, version, epoch), None
         mine = [info for share in self._shares if share.mine for info in share.infos]
-        rows = ((row.name, row.offset, row.data) for row in stream_rows(model, self._shares, self.config.bucket_bytes))
+        rows = stream_rows(model, self._shares, self.config.bucket_bytes)
         try:
             directory.write_share(path, self.topology.rank, mine, rows, shard_bytes=self.config.shard_bytes)
         except OSError as failure:

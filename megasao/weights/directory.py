@@ -107,6 +107,7 @@ def write_share(
             writer_of = {info.name: w for w, shard in zip(writers, shards, strict=True) for info in shard}
             for name, offset, data in rows:
                 writer_of[name].write_at(name, offset, data.cpu())
+                del data  # before the next bucket is made
             for writer in writers:
                 writer.finish()
         files = []

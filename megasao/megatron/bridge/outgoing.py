@@ -11,7 +11,7 @@ are not cut) share the work. Invariants, asserted by the tests:
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from megasao.megatron.models import MegatronModel
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of a whole tensor, in a buffer that is used again: ``offset`` is their place in it, bytes."""
+class Rows(NamedTuple):
+    """Some rows of a whole tensor, ``offset`` bytes inside it. To be let go of before the next ones are asked for."""
 
     name: str
     offset: int
