@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from megasao.weights.messages import AnnounceDirectory
 FORMAT = "megasao-weights-1"
 MANIFEST = "manifest.json"
 MOST_READERS = 16
-"""Threads that compare checksums; a CRC-32 is about 1 GB/s on a core."""
+"""Threads that read files for their checksums; a CRC-32 is about 1 GB/s on a core."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +109,25 @@ def write_share(
             for name, offset, data in rows:
                 writer_of[name].write_at(name, offset, data.cpu())
                 del data  # before the next bucket is made
-            for writer in writers:
-                writer.finish()
-        files = []
-        for name, shard in zip(names, shards, strict=True):
-            file = directory / name
-            sums = {"bytes": file.stat().st_size, "crc32": checksum(file)}
-            files.append({"name": name, **sums, "tensors": [info.name for info in shard]})
+            with _threads(len(writers)) as pool:
+                files = list(pool.map(partial(_sealed, directory), names, shards, writers))
         write_json(_share_file(directory, rank), {"files": files})
     finally:
         for _ in rows:
             pass
+
+
+def _sealed(directory: Path, name: str, shard: Sequence[TensorInfo], writer: TensorFileWriter) -> dict[str, Any]:
+    """Bring a written shard to the disk, and read it back for its checksum."""
+    writer.finish()
+    file = directory / name
+    sums = {"bytes": file.stat().st_size, "crc32": checksum(file)}
+    return {"name": name, **sums, "tensors": [info.name for info in shard]}
+
+
+def _threads(files: int) -> ThreadPoolExecutor:
+    workers = max(1, min(files, os.cpu_count() or 1, MOST_READERS))
+    return ThreadPoolExecutor(workers, thread_name_prefix="weights")
 
 
 def cut(infos: Sequence[TensorInfo], shard_bytes: int) -> list[list[TensorInfo]]:
@@ -190,8 +199,7 @@ class WeightDirectory(Mapping[str, Tensor]):
 
     def verify(self, stopped: threading.Event) -> None:
         """Compare every shard with its checksum. ValueError names a damaged one; returns early when ``stopped``."""
-        workers = max(1, min(len(self._sums), os.cpu_count() or 1, MOST_READERS))
-        with ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool:
+        with _threads(len(self._sums)) as pool:
             for reason in pool.map(lambda sums: self._damage(sums, stopped), self._sums):
                 if reason is not None:
                     stopped.set()

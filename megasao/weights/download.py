@@ -94,7 +94,7 @@ class DirectoryDownload:
             await asyncio.wait_for(asyncio.to_thread(self.directory.verify, stopped), timeout_s)
         except TimeoutError:
             return f"comparing the checksums of {self.directory.path} took more than {timeout_s:g} s"
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             return str(error)
         finally:
             stopped.set()

@@ -267,7 +267,7 @@ class WeightReceiver:
                 await asyncio.wait_for(getattr(engine, method)(*arguments), self._timeout_s)
             except TimeoutError:
                 return f"engine {index} of {self._name}: {method} took more than {self._timeout_s:g} s"
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, OSError) as error:
                 return f"engine {index} of {self._name}: {method}: {error}"
         return None
 

@@ -8,8 +8,9 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from weight_world import (
 )
 
 from megasao.rollout.engines.sglang_weights import WeightStaging
+from megasao.rollout.evaluation import EvaluationGate
 from megasao.storage.header import TensorInfo
 from megasao.transport.codec import encode
 from megasao.weights import directory
@@ -152,6 +154,30 @@ def test_a_damaged_shard_reaches_no_engine_and_the_next_version_heals(tmp_path: 
     asyncio.run(main())
 
 
+def test_a_directory_that_goes_while_it_is_read_does_not_end_the_receiver(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "published")
+
+    class TooLate(RecordingSink):
+        async def prepare_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
+            if version == 1:
+                directory.prune(disk.root, [])
+            await super().prepare_weights(version, tensors)
+
+    async def main() -> None:
+        address, sink = free_address(), TooLate()
+        with publisher(address) as sender:
+            async with receiving(address, sink) as receiver:
+                await connected(sender, 1)
+                await asyncio.to_thread(disk.send, sender, 1, weights(1))
+                result = await asyncio.to_thread(sender.wait)
+                assert "No such file" in result.quarantined["rollout-0"] and sink.current is None
+                await asyncio.to_thread(disk.send, sender, 2, weights(2))
+                await receiver.wait_for_version(2, 20)
+                assert equal(sink.current, weights(2))
+
+    asyncio.run(main())
+
+
 def test_attempts_at_a_bad_version_become_rare() -> None:
     pauses = _Pauses(0.5)
     for _ in range(20):
@@ -211,6 +237,38 @@ def test_engines_keep_what_they_may_load_again(tmp_path: Path) -> None:
     assert not before.exists()
     with pytest.raises(ValueError, match="1 tensors missing"):
         staging.stage(3, opened(write_version(disk.root, 3, "life", dict(list(tensors.items())[1:]))))
+
+
+def test_an_evaluation_takes_the_next_version_if_its_own_is_gone(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    versions = [opened(write_version(disk.root, version, "life", weights(version))) for version in (1, 2)]
+    directory.prune(disk.root, [("life", 2)])
+
+    class Source:
+        """Moves on to the next version between two questions."""
+
+        quarantined, version = None, 2
+
+        def __init__(self, *answers: int) -> None:
+            self.answers = list(answers)
+
+        def latest(self) -> tuple[int, WeightDirectory]:
+            answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+            return answer, versions[answer - 1]
+
+        async def wait_for_version(self, version: int, timeout: float) -> int:
+            return 2
+
+    async def main(source: Source) -> RecordingSink:
+        sink: Any = RecordingSink()
+        sink.weight_version = 2
+        async with EvaluationGate(source, sink, timeout_s=5.0).admit("step-000001/greedy", 1):
+            return sink
+
+    sink = asyncio.run(main(Source(1, 2)))
+    assert sink.version == 2 and equal(sink.current, weights(2))
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(main(Source(1)))
 
 
 def test_what_cannot_be_linked_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
