@@ -50,3 +50,11 @@ def test_weights(tmp_path: Path) -> None:
     assert "paused: embedded" in run("weights.py", "--gb=0.005", "--repeats=1", "--json", str(report))
     rows = json.loads(report.read_text())[0]["rows"]
     assert set(rows) == {"stream", "disk", "bare gloo broadcast", "bare file write"}
+
+
+def test_training_step(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert "times the packed step" in run("training_step.py", "--quick", "--repeats=1", "--json", str(report))
+    found = json.loads(report.read_text())
+    assert found["padded"]["tokens"] > 2 * found["packed"]["tokens"]
+    assert 0 < found["packed"]["share"] < 1
