@@ -45,6 +45,7 @@ def write_source(path: Path, gigabytes: float) -> tuple[int, int]:
     layers = max(round((gigabytes * 1e9 / 2 - 2 * vocabulary * hidden) / layer), 1)
     config = {
         "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
         "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": ffn,

@@ -180,10 +180,16 @@ async def _sglang_pause(directory: Path, python: Path, repeats: int) -> float:
     process = server.start(run, config, "engine", url)
     options = {"max_total_tokens": 64, "seed": 0, "start_timeout_s": 240.0, "update_timeout_s": 120.0}
     engine = SGLangEngine(url, directory / "hf", config.rollout.sglang, staging=run.staging("engine"), **options)
+    starting = asyncio.create_task(engine.start())
     try:
-        await engine.start()
+        while not starting.done():
+            if process.poll() is not None:
+                raise SystemExit(f"the SGLang server ended with code {process.returncode}; its last lines are above")
+            await asyncio.sleep(0.2)
+        starting.result()
         return await _commit(engine, directory, repeats)
     finally:
+        starting.cancel()
         await engine.close()
         process.kill()
         process.wait()
