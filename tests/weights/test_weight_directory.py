@@ -24,6 +24,7 @@ from weight_world import (
     connected,
     equal,
     free_address,
+    opened,
     publisher,
     receiving,
     until,
@@ -36,18 +37,12 @@ from megasao.rollout.evaluation import EvaluationGate
 from megasao.storage.header import TensorInfo
 from megasao.transport.codec import encode
 from megasao.weights import directory
-from megasao.weights.directory import PublishedWeights, WeightDirectory
+from megasao.weights.directory import WeightDirectory
 from megasao.weights.messages import Hello
 from megasao.weights.publisher import WeightPublisher
 from megasao.weights.receiver import _Pauses
 from megasao.weights.shares import spread
 from tests.engines.engine_checkpoints import load_tensors, make_checkpoint, moe_config
-
-
-def opened(published: PublishedWeights) -> WeightDirectory:
-    found = WeightDirectory(published.path, published.manifest_crc32)
-    found.verify(threading.Event())
-    return found
 
 
 def flip_a_bit(file: Path, place: int = -1) -> None:

@@ -14,7 +14,7 @@ import zmq
 from megasao.config.rollout import TransportConfig
 from megasao.storage.header import TensorInfo
 from megasao.weights import directory
-from megasao.weights.directory import PublishedWeights
+from megasao.weights.directory import PublishedWeights, WeightDirectory
 from megasao.weights.publisher import WeightPublisher
 from megasao.weights.receiver import WeightReceiver
 
@@ -80,6 +80,13 @@ def write_version(root: Path, version: int, epoch: str, tensors: Mapping[str, to
         rows = [(info.name, 0, tensors[info.name]) for info in infos]
         directory.write_share(unfinished, rank, infos, rows, shard_bytes=BUCKET)
     return directory.complete(root, version, epoch, 2, tensors.keys())
+
+
+def opened(published: PublishedWeights) -> WeightDirectory:
+    """As a worker hands it to its engines."""
+    found = WeightDirectory(published.path, published.manifest_crc32)
+    found.verify(threading.Event())
+    return found
 
 
 class RecordingSink:
