@@ -124,7 +124,7 @@ def _sizes(hf_config: dict[str, Any], tensors: list[ModelTensor]) -> Sizes:
 def _transfer(hf_config: dict[str, Any], config: Config, tensors: list[ModelTensor]) -> WeightPlan | None:
     if config.plan.rollout_gpus == 0:
         return None
-    return weight_plan(published_shares(hf_config, config, tensors), config.plan)
+    return weight_plan(published_shares(hf_config, config, tensors), config.plan, config.rollout.workers)
 
 
 def published_shares(hf_config: dict[str, Any], config: Config, tensors: list[ModelTensor]) -> list[list[int]]:

@@ -93,4 +93,4 @@ def _transfer(plan: Plan, config: Config) -> Iterator[str]:
     for route in transfer.routes:
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in route.phases.items())
         chosen = " (weights.transport)" if route.transport == config.weight_transport else ""
-        yield f"{route.transport}{chosen}: about {route.seconds:.0f} s: {phases}; bound by {route.busiest}"
+        yield f"{route.transport}{chosen}: about {route.seconds:.0f} s: {phases}; {route.memory}"

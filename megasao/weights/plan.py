@@ -24,11 +24,11 @@ class Held:
 
 @dataclass(frozen=True)
 class Route:
-    """One transport: its phases and their seconds; ``busiest`` says which link the longest one waits for."""
+    """One transport: its phases and their seconds; ``memory`` says what of the weights is held beside the models."""
 
     transport: str
     phases: dict[str, float]
-    busiest: str
+    memory: str
 
     @property
     def seconds(self) -> float:
@@ -66,8 +66,8 @@ def shares(stage: Sequence[Held], parallel: ParallelConfig, experts: int) -> lis
     return loads
 
 
-def weight_plan(loads: list[list[int]], assumed: PlanConfig) -> WeightPlan:
-    """The plan of an update to ``assumed.rollout_gpus`` GPUs, each engine with a worker of its own."""
+def weight_plan(loads: list[list[int]], assumed: PlanConfig, workers: int) -> WeightPlan:
+    """The plan of an update to ``assumed.rollout_gpus`` GPUs, whose engines belong to ``workers`` rollout workers."""
     total, fullest = sum(map(sum, loads)), max(map(max, loads))
     engines = assumed.rollout_gpus // assumed.engine_gpus
     nodes = -(-assumed.engine_gpus // assumed.node_gpus)
@@ -77,19 +77,19 @@ def weight_plan(loads: list[list[int]], assumed: PlanConfig) -> WeightPlan:
     to_node = link * min(assumed.engine_gpus, assumed.node_gpus)
     stream = {
         "gather": (total - loads[0][0]) / link,
-        "send": engines * total / link,
+        "send": workers * total / link,
         "check": total / sums,
-        "load": total / to_node,
+        "load": max(total / to_node, engines * nodes * total / storage),
     }
     disk = {
         "write": max(fullest / link, total / storage),
-        "check": max(total / sums, engines * total / storage),
+        "check": max(total / sums, workers * total / storage),
         "load": max(total / to_node, engines * nodes * total / storage),
     }
     return WeightPlan(
         loads,
         [
-            Route("stream", stream, "the link of trainer rank 0; that rank and every worker hold all of it in memory"),
-            Route("disk", disk, "the shared storage"),
+            Route("stream", stream, "trainer rank 0 and every worker hold all of it"),
+            Route("disk", disk, "nobody holds more than a bucket"),
         ],
     )
