@@ -115,6 +115,17 @@ def waits(config: "Config") -> Iterator[Problem]:
         yield Problem("transport.dead_after_s", reason)
 
 
+def weight_waits(config: "Config") -> Iterator[Problem]:
+    """The trainer's ranks wait in a collective while rank 0 waits for both phases of the update before."""
+    bound, phases = config.parallel.timeout_s, 2 * config.transport.weights_timeout_s
+    if config.parallel.ranks > 1 and bound <= phases:
+        reason = (
+            f"two phases of {config.transport.weights_timeout_s:g} s are longer than the bound on a collective, "
+            f"parallel.timeout_s = {bound:g}, in which the other ranks wait; raise that bound"
+        )
+        yield Problem("transport.weights_timeout_s", reason)
+
+
 def exposure(config: "Config") -> Iterator[Problem]:
     """Sockets that other machines can reach are authenticated."""
     host = config.transport.host
@@ -288,6 +299,7 @@ RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     schedules,
     lengths,
     waits,
+    weight_waits,
     exposure,
     weights,
     router_replay,

@@ -42,6 +42,12 @@ CASES = [
     (["transport.host=::1"], ["transport.host=localhost"], "transport.host", "IPv4"),
     (["transport.host='*'", "transport.curve=true"], ["transport.host=localhost"], "transport.host", "IPv4"),
     (
+        ["transport.weights_timeout_s=60"],
+        ["transport.weights_timeout_s=60", "parallel.timeout_s=180"],
+        "transport.weights_timeout_s",
+        "bound on a collective",
+    ),
+    (
         ["weights.directory=/shared"],
         ["weights.directory=/shared", "weights.transport=disk"],
         "weights.directory",
