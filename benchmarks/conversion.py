@@ -45,6 +45,7 @@ def write_source(path: Path, gigabytes: float) -> tuple[int, int]:
     layers = max(round((gigabytes * 1e9 / 2 - 2 * vocabulary * hidden) / layer), 1)
     config = {
         "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
         "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": ffn,
@@ -53,6 +54,7 @@ def write_source(path: Path, gigabytes: float) -> tuple[int, int]:
         "num_hidden_layers": layers,
         "num_key_value_heads": heads,
         "vocab_size": vocabulary,
+        "rms_norm_eps": 1e-5,
         "dtype": "bfloat16",
     }
     (path / "config.json").write_text(json.dumps(config))
@@ -78,8 +80,9 @@ def write_source(path: Path, gigabytes: float) -> tuple[int, int]:
                 writer.write(info.name, torch.empty(info.shape, dtype=torch.bfloat16).normal_(std=0.02))
                 places[info.name] = name
             writer.finish()
-    (path / INDEX).write_text(json.dumps({"weight_map": places}))
-    return sum(info.nbytes for info in infos), max(info.nbytes for info in infos)
+    total = sum(info.nbytes for info in infos)
+    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}))
+    return total, max(info.nbytes for info in infos)
 
 
 def copy(source: Path, out: Path) -> float:

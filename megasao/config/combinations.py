@@ -115,6 +115,17 @@ def waits(config: "Config") -> Iterator[Problem]:
         yield Problem("transport.dead_after_s", reason)
 
 
+def weight_waits(config: "Config") -> Iterator[Problem]:
+    """The trainer's ranks wait in a collective while rank 0 waits for both phases of the update before."""
+    bound, phases = config.parallel.timeout_s, 2 * config.transport.weights_timeout_s
+    if config.parallel.ranks > 1 and bound <= phases:
+        reason = (
+            f"two phases of {config.transport.weights_timeout_s:g} s are longer than the bound on a collective, "
+            f"parallel.timeout_s = {bound:g}, in which the other ranks wait; raise that bound"
+        )
+        yield Problem("transport.weights_timeout_s", reason)
+
+
 def exposure(config: "Config") -> Iterator[Problem]:
     """Sockets that other machines can reach are authenticated."""
     host = config.transport.host
@@ -126,6 +137,13 @@ def exposure(config: "Config") -> Iterator[Problem]:
             "trajectories or weights; set transport.curve=true or bind to 127.0.0.1"
         )
         yield Problem("transport.host", reason)
+
+
+def weights(config: "Config") -> Iterator[Problem]:
+    """Options of the disk are for runs that publish through it."""
+    if config.weights.directory is not None and config.weight_transport != "disk":
+        reason = f"has no reader while weights travel by {config.weight_transport}; set weights.transport = disk"
+        yield Problem("weights.directory", reason)
 
 
 def estimator(config: "Config") -> Iterator[Problem]:
@@ -299,7 +317,9 @@ RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     schedules,
     lengths,
     waits,
+    weight_waits,
     exposure,
+    weights,
     router_replay,
     megatron_options,
     slurm_nodes,

@@ -17,6 +17,13 @@ class PlanConfig(Section):
     )
     rollout_gpus: int = Field(0, ge=0, description="GPUs of the rollout fleet that weights are sent to; 0 is none.")
     engine_gpus: int = Field(8, ge=1, description="GPUs of one engine, over which it splits the weights.")
+    node_gpus: int = Field(8, ge=1, description="GPUs of one node; those of an engine read its weights together.")
     link_gb_per_s: float = Field(
         50.0, gt=0, description="Speed of one GPU's network link, GB/s, an assumption; 50 is a 400 Gb/s card each."
+    )
+    storage_gb_per_s: float = Field(
+        100.0, gt=0, description="Speed of the shared file system for all readers and writers together, an assumption."
+    )
+    checksum_gb_per_s: float = Field(
+        16.0, gt=0, description="Bytes that one worker compares with checksums in a second, GB/s: 16 threads at 1."
     )

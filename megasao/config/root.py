@@ -1,5 +1,7 @@
 """The whole configuration of a run."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from megasao.config.algorithm import AlgorithmConfig
@@ -30,6 +32,7 @@ from megasao.config.training import (
     TrainerConfig,
     ValuePretrainingConfig,
 )
+from megasao.config.weights import WeightsConfig
 
 
 class RunConfig(Section):
@@ -62,6 +65,9 @@ class Config(Section):
     benchmarks: BenchmarksConfig = Field(default_factory=BenchmarksConfig, description="What `megasao eval` measures.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
     transport: TransportConfig = Field(default_factory=TransportConfig, description="Sockets.")
+    weights: WeightsConfig = Field(
+        default_factory=WeightsConfig, description="New weights on their way to the engines."
+    )
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig, description="Restarts.")
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig, description="Metrics.")
     plan: PlanConfig = Field(default_factory=PlanConfig, description="Assumptions of `megasao plan`.")
@@ -108,6 +114,13 @@ class Config(Section):
         """Whether the rollout side is asked for the weight versions that produced its tokens."""
         asked = self.rollout.weight_versions
         return self.algorithm.objective.needs_versions if asked == "auto" else asked == "always"
+
+    @property
+    def weight_transport(self) -> Literal["stream", "disk"]:
+        """How weights travel in this run."""
+        if self.weights.transport != "auto":
+            return self.weights.transport
+        return "disk" if self.rollout.engine == "sglang" else "stream"
 
     @property
     def wants_entropy(self) -> bool:

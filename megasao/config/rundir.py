@@ -106,6 +106,12 @@ class RunDirectory:
         """Weights for the SGLang servers of ``name``, written by their rollout worker."""
         return self.path / "weights" / name
 
+    def published(self, config: Config) -> Path:
+        """Versions of the weights that the trainer's ranks write, where they travel by disk."""
+        if config.weights.directory is None:
+            return self.path / "weights" / "published"
+        return Path(config.weights.directory) / config.run.name
+
     @property
     def keys(self) -> Path:
         """CURVE keys of this run, readable by its owner only."""

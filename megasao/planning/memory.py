@@ -58,7 +58,7 @@ def stage_memory(
     kept = [rows.kept(layers, last=last) for layers, last in zip(own, lasts, strict=True)]
     return RoleMemory(
         parameters=sum(held.values()),
-        weights=sum(held[id(t)] * (4 if t.rule.float32 else _width(config)) for t in mine),
+        weights=sum(held[id(t)] * width(t, config) for t in mine),
         gradients=sum(held[id(t)] for t in trained) * 4,
         optimizer=optimizer * (1 - offloaded(config)),
         host=optimizer * offloaded(config),
@@ -109,8 +109,9 @@ def _optimizer_shards(tensor: ModelTensor, config: Config) -> int:
     return parallel.ranks // (parallel.pipeline * parallel.tensor)
 
 
-def _width(config: Config) -> int:
-    return {"float32": 4, "bfloat16": 2}[config.model.dtype]
+def width(tensor: ModelTensor, config: Config) -> int:
+    """Bytes of one of its numbers."""
+    return 4 if tensor.rule.float32 else {"float32": 4, "bfloat16": 2}[config.model.dtype]
 
 
 def _optimizer_bytes(config: Config) -> int:

@@ -8,9 +8,11 @@ from megasao.config import Config
 from megasao.config.architecture import read_architecture
 from megasao.config.errors import ConfigError, Problem
 from megasao.config.model_check import layout_problems, of_critic, untrainable
+from megasao.families.facts import expert_count
 from megasao.megatron.models import Role
-from megasao.planning.memory import GIB, RoleMemory, stage_chunks, stage_memory, stages_of
+from megasao.planning.memory import GIB, RoleMemory, stage_chunks, stage_memory, stages_of, width
 from megasao.planning.tensors import ModelTensor, active_parameters, model_tensors, mtp_parameters
+from megasao.weights.plan import Held, WeightPlan, shares, weight_plan
 
 
 @dataclass(frozen=True)
@@ -54,23 +56,6 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """One update of the engines' weights, every tensor sent once by one rank, stages beside one another.
-
-    Attributes:
-        total: bytes of the policy.
-        per_sender: on each link out of the stage that sends most, spread evenly over its ranks.
-        per_receiver: on each link into an engine's GPU, each taking its part.
-        seconds: of the slower side at the assumed speed of a link.
-    """
-
-    total: float
-    per_sender: float
-    per_receiver: float
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Plan:
     """Everything that `megasao plan` prints; ``untrainable`` says why a run with this config would be refused.
 
@@ -79,7 +64,7 @@ class Plan:
 
     sizes: Sizes
     stages: list[Stage]
-    transfer: Transfer | None
+    transfer: WeightPlan | None
     available: float
     untrainable: tuple[str, ...] = ()
     critic_stages: list[Stage] = field(default_factory=list)
@@ -152,16 +137,16 @@ def _sizes(hf_config: dict[str, Any], tensors: list[ModelTensor]) -> Sizes:
     )
 
 
-def _transfer(hf_config: dict[str, Any], config: Config, tensors: list[ModelTensor]) -> Transfer | None:
+def _transfer(hf_config: dict[str, Any], config: Config, tensors: list[ModelTensor]) -> WeightPlan | None:
     if config.plan.rollout_gpus == 0:
         return None
-    chunks = stage_chunks(hf_config, config.parallel)
-    width = {"float32": 4, "bfloat16": 2}[config.model.dtype]
-    sent = [0.0] * len(chunks)
+    return weight_plan(published_shares(hf_config, config, tensors), config.plan, config.rollout.workers)
+
+
+def published_shares(hf_config: dict[str, Any], config: Config, tensors: list[ModelTensor]) -> list[list[int]]:
+    """Bytes that each rank of each stage writes when the policy is published on disk."""
+    stages = stage_chunks(hf_config, config.parallel)
+    held: list[list[Held]] = [[] for _ in stages]
     for tensor in tensors:
-        sent[min(stages_of(tensor, chunks))] += tensor.elements * width
-    total = sum(sent)
-    per_sender = max(sent) * len(chunks) / config.parallel.ranks
-    per_receiver = total / config.plan.engine_gpus
-    seconds = max(per_sender, per_receiver) / (config.plan.link_gb_per_s * 1e9)
-    return Transfer(total, per_sender, per_receiver, seconds)
+        held[min(stages_of(tensor, stages))].append(Held(tensor.elements * width(tensor, config), tensor.expert))
+    return [shares(stage, config.parallel, expert_count(hf_config)) for stage in held]

@@ -85,10 +85,17 @@ def _transfer(plan: Plan, config: Config) -> Iterator[str]:
     if plan.transfer is None:
         yield "weights to the engines: plan.rollout_gpus = 0, so no transfer is planned"
         return
-    transfer = plan.transfer
-    engines = config.plan.rollout_gpus // config.plan.engine_gpus
+    transfer, assumed = plan.transfer, config.plan
+    engines = assumed.rollout_gpus // assumed.engine_gpus
+    yield f"weights to {engines} engines of {assumed.engine_gpus} GPUs: {transfer.total / 1e9:.1f} GB"
+    for index, loads in enumerate(transfer.shares):
+        spread = f"{min(loads) / 1e9:.2f} to {max(loads) / 1e9:.2f} GB each"
+        yield f"stage {index}: {len(loads)} ranks write {sum(loads) / 1e9:.1f} GB, {spread}; nothing between stages"
     yield (
-        f"weights to {engines} engines of {config.plan.engine_gpus} GPUs: {transfer.total / 1e9:.1f} GB; "
-        f"{transfer.per_sender / 1e9:.2f} GB on a sender's link, {transfer.per_receiver / 1e9:.2f} GB on a receiver's"
+        f"assumed: {assumed.link_gb_per_s:g} GB/s of each GPU's link, {assumed.storage_gb_per_s:g} GB/s of the shared "
+        f"storage, {assumed.checksum_gb_per_s:g} GB/s of a worker's checksums, nodes of {assumed.node_gpus} GPUs"
     )
-    yield f"about {transfer.seconds:.1f} s at an assumed {config.plan.link_gb_per_s:g} GB/s of each link"
+    for route in transfer.routes:
+        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in route.phases.items())
+        chosen = " (weights.transport)" if route.transport == config.weight_transport else ""
+        yield f"{route.transport}{chosen}: about {route.seconds:.0f} s: {phases}; {route.memory}"

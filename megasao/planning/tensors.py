@@ -39,6 +39,12 @@ class ModelTensor:
     tied: bool = False
 
     @property
+    def expert(self) -> int | None:
+        """The routed expert that it belongs to, from 0."""
+        match = re.search(r"\.local_experts\.(\d+)\.", self.rule.megatron)
+        return int(match[1]) if match else None
+
+    @property
     def elements(self) -> int:
         """Numbers in it."""
         return math.prod(self.shape)

@@ -83,8 +83,19 @@ class EvaluationGate:
         """The newest weights into the evaluation engine. Nothing runs on it now."""
         await wait_for_weights(self._source, min_version, self._timeout_s)
         self._key = None
-        latest = self._source.latest()
-        assert latest is not None, "a version was waited for"
-        version, tensors = latest
-        await self._engine.prepare_weights(version, tensors)
-        await self._engine.commit_weights(version)
+        await self._engine.commit_weights(await self._prepare())
+
+    async def _prepare(self) -> int:
+        """Stage the newest version; the next one if it was replaced, and its directory removed, meanwhile."""
+        while True:
+            latest = self._source.latest()
+            assert latest is not None, "a version was waited for"
+            version, tensors = latest
+            try:
+                await self._engine.prepare_weights(version, tensors)
+            except (OSError, ValueError):
+                newest = self._source.latest()
+                if newest is None or newest[1] is tensors:
+                    raise
+            else:
+                return version

@@ -19,10 +19,11 @@ def file_bytes(infos: Sequence[TensorInfo]) -> int:
 
 
 class TensorFileWriter:
-    """A file of announced tensors. Pieces of one tensor come in order; tensors in any order, even interleaved."""
+    """A file of announced tensors, in any order, even interleaved; the pieces of one come in order, or say where."""
 
     def __init__(self, path: Path, infos: Sequence[TensorInfo]) -> None:
-        header, self._next = make_header(infos)
+        header, self._starts = make_header(infos)
+        self._next = dict(self._starts)
         self._ends = {info.name: self._next[info.name] + info.nbytes for info in infos}
         self._dtypes = {info.name: info.dtype for info in infos}
         self._path = path
@@ -37,14 +38,20 @@ class TensorFileWriter:
 
     def write(self, name: str, piece: Tensor) -> None:
         """Append a piece, of the announced dtype, to a tensor."""
+        self._put(name, piece, self._next[name])
+
+    def write_at(self, name: str, offset: int, piece: Tensor) -> None:
+        """Write a piece that begins ``offset`` bytes inside its tensor. The pieces of a tensor must not overlap."""
+        self._put(name, piece, self._starts[name] + offset)
+
+    def _put(self, name: str, piece: Tensor, offset: int) -> None:
         assert piece.dtype == self._dtypes[name], f"{name}: announced as {self._dtypes[name]}, given {piece.dtype}"
         if not piece.numel():
             return
         data = piece.contiguous().reshape(-1).view(torch.uint8).numpy().data
-        offset = self._next[name]
-        assert offset + len(data) <= self._ends[name], f"{name}: more bytes than announced"
+        self._next[name] += len(data)
+        assert max(self._next[name], offset + len(data)) <= self._ends[name], f"{name}: more bytes than announced"
         _write_fully(self._descriptor, data, offset)
-        self._next[name] = offset + len(data)
 
     def finish(self) -> None:
         """Every announced byte is written; on return they are on the disk."""

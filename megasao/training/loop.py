@@ -23,7 +23,7 @@ import torch
 from megasao.config import Config
 from megasao.config.rundir import RunDirectory
 from megasao.environments.encoding import TokenizerCodec
-from megasao.megatron.bridge import export_hf, save_hf
+from megasao.megatron.bridge import save_hf
 from megasao.megatron.runtime import Topology
 from megasao.observability.examples import write_examples
 from megasao.observability.metrics import MetricsWriter
@@ -36,6 +36,7 @@ from megasao.training.estimator import Estimator
 from megasao.training.examples import example_rows
 from megasao.training.metrics import batch_metrics, throughput_metrics
 from megasao.training.mismatch import alarms
+from megasao.training.publishing import Publishing
 from megasao.training.remote_critic import RemoteCritic
 from megasao.training.source import BatchSource, ask
 from megasao.training.step import StepResult, await_critic, sao_step, step_beside_critic, timed
@@ -49,14 +50,13 @@ from megasao.transport.messages import (
     Status,
     StatusRequest,
 )
-from megasao.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Trainer:
-    """Everything a rank needs to train. ``publisher`` and ``writer`` exist on rank 0 only."""
+    """Everything a rank needs to train. ``writer`` exists on rank 0 only."""
 
     run: RunDirectory
     config: Config
@@ -68,7 +68,7 @@ class Trainer:
     source: BatchSource
     client: ControllerClient
     codec: TokenizerCodec
-    publisher: WeightPublisher | None
+    publishing: Publishing
     writer: MetricsWriter | None
     remote: RemoteCritic | None = None
     """The critic in a world of its own."""
@@ -159,10 +159,8 @@ class Trainer:
         write_examples(self.run, step, version, rows)
 
     def publish(self) -> None:
-        """Send the actor's weights to the engines; generation goes on meanwhile."""
-        tensors = export_hf(self.actor.model)
-        if self.publisher is not None:
-            self.publisher.publish(self.progress.version, tensors)
+        """Hand the actor's weights to the engines; generation goes on meanwhile."""
+        self.publishing.publish(self.progress.version, self.actor.model)
         self.actor.pushed()
 
     def evaluate_when_due(self, *, first: bool = False, final: bool = False) -> None:
@@ -275,7 +273,7 @@ class Trainer:
 
     def close(self) -> None:
         """Close this rank's connections and files."""
-        for resource in (self.writer, self.publisher, self.remote, self.client):
+        for resource in (self.writer, self.publishing, self.remote, self.client):
             if resource is not None:
                 resource.close()
 

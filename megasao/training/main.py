@@ -20,6 +20,7 @@ from megasao.training.critic import Critic
 from megasao.training.critic_world import CriticWorld
 from megasao.training.estimator import Estimator
 from megasao.training.loop import Trainer
+from megasao.training.publishing import make_publishing
 from megasao.training.remote_critic import RemoteCritic, connect
 from megasao.training.source import BatchSource
 from megasao.training.value_service import ValueService
@@ -99,7 +100,9 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology, asked_t
         asks = connect(endpoints.critic, high_water_mark=high_water_mark, keys=keys) if topology.rank == 0 else None
         remote = RemoteCritic(endpoints.critic, asks, topology, config.value_model.timeout_s, lifesign)
     if topology.rank == 0:
-        publisher = WeightPublisher(endpoints.weights, keys=keys, config=config.transport)
+        publisher = WeightPublisher(
+            endpoints.weights, keys=keys, config=config.transport, bucket_bytes=config.weights.bucket_bytes
+        )
         writer = MetricsWriter(
             run,
             "trainer",
@@ -121,6 +124,6 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology, asked_t
         source=BatchSource(client, topology, config, lifesign, routing, asked_to_leave),
         client=client,
         codec=TokenizerCodec.from_directory(path),
-        publisher=publisher,
+        publishing=make_publishing(run, config, topology, publisher),
         writer=writer,
     )

@@ -1,17 +1,22 @@
-"""One version of the weights on its way in.
+"""One version of the weights on its way in, in buckets or from a directory.
 
 Invariants, asserted by the tests:
 - only buckets that were asked for are stored, once, and only with the right size and checksum;
 - at most ``WINDOW`` buckets are under way, so a slow receiver never has more than that in its queue.
 """
 
+import asyncio
+import threading
 import time
 import zlib
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
-from megasao.weights.flat import bucket_count, check_manifest
-from megasao.weights.messages import Announce, Bucket
+from megasao.weights.directory import WeightDirectory
+from megasao.weights.flat import bucket_count, check_manifest, unpack
+from megasao.weights.messages import Announce, AnnounceDirectory, Bucket
 
 WINDOW = 4
 """Buckets asked for and not yet here."""
@@ -32,9 +37,18 @@ class Download:
         self.staged = False
 
     @property
+    def idle_s(self) -> float:
+        """Seconds since a bucket arrived."""
+        return time.monotonic() - self.progress_at
+
+    @property
     def complete(self) -> bool:
         """Whether every bucket is here."""
         return not self.wanted and not self.asked
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors, once complete."""
+        return unpack(self.specs, self.buffer)
 
     def next_buckets(self) -> list[int]:
         """Buckets to ask for now."""
@@ -55,3 +69,33 @@ class Download:
         place.numpy()[:] = memoryview(payload)
         self.asked.discard(bucket.bucket)
         self.progress_at = time.monotonic()
+
+
+class DirectoryDownload:
+    """The announced version in its directory: nothing travels, its checksums are compared."""
+
+    complete = True
+    idle_s = 0.0
+
+    def __init__(self, announce: AnnounceDirectory) -> None:
+        """ValueError if there is no such version."""
+        self.epoch, self.version = announce.epoch, announce.version
+        self.directory = WeightDirectory(Path(announce.path), announce.manifest_crc32)
+        self.staged = False
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors, once verified."""
+        return self.directory
+
+    async def verify(self, timeout_s: float) -> str | None:
+        """What is wrong with a shard, or that the comparison took too long."""
+        stopped = threading.Event()
+        try:
+            await asyncio.wait_for(asyncio.to_thread(self.directory.verify, stopped), timeout_s)
+        except TimeoutError:
+            return f"comparing the checksums of {self.directory.path} took more than {timeout_s:g} s"
+        except (ValueError, OSError) as error:
+            return str(error)
+        finally:
+            stopped.set()
+        return None

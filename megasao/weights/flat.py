@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from megasao.weights.messages import TensorSpec
+from megasao.weights.messages import Announce, TensorSpec
 
 _ALIGNMENT = 64
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
@@ -27,6 +27,15 @@ class FlatWeights:
     specs: list[TensorSpec]
     buffer: torch.Tensor
     bucket_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Length of the buffer."""
+        return len(self.buffer)
+
+    def announcement(self, epoch: str) -> Announce:
+        """What receivers are told of it."""
+        return Announce(epoch, self.version, self.specs, self.total_bytes, self.bucket_bytes)
 
     @property
     def buckets(self) -> int:

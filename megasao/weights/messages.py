@@ -1,6 +1,7 @@
 """The messages between the weight publisher (trainer) and its receivers (rollout workers).
 
-The receiver drives the transfer: it is told what there is, fetches bucket by bucket, and says when it is ready. Every
+The receiver drives the transfer: it is told what there is, fetches it bucket by bucket or reads it from the announced
+directory, and says when it is ready. Every
 message may be sent twice or be lost without harm, because the receiver repeats its state with each heartbeat.
 
 ``epoch`` is a random name of one life of the publisher: after its restart the same version number may mean other
@@ -40,7 +41,7 @@ class Fetch(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """All buckets arrived intact and every engine has staged them."""
+    """All of it is here and intact, and every engine has staged it."""
 
     epoch: str
     version: int
@@ -81,6 +82,16 @@ class Announce(msgspec.Struct, tag=True, frozen=True):
     bucket_bytes: int
 
 
+class AnnounceDirectory(msgspec.Struct, tag=True, frozen=True):
+    """This version lies complete in the directory ``path``, whose manifest has this CRC-32."""
+
+    epoch: str
+    version: int
+    path: str
+    total_bytes: int
+    manifest_crc32: int
+
+
 class Bucket(msgspec.Struct, tag=True, frozen=True):
     """One piece of the flat buffer (the payload), with the CRC-32 of its bytes."""
 
@@ -112,4 +123,4 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 FromReceiver = Hello | Fetch | Ready | Committed | Failed
-ToReceiver = Current | Announce | Bucket | Commit | Quarantine | Refused
+ToReceiver = Current | Announce | AnnounceDirectory | Bucket | Commit | Quarantine | Refused

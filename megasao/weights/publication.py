@@ -10,7 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from megasao.weights.directory import PublishedWeights
 from megasao.weights.flat import FlatWeights
+
+Payload = FlatWeights | PublishedWeights
+"""A version as it is announced: in memory, or in a directory."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class PublishResult:
 class Publication:
     """One version on its way. Times are seconds of one monotone clock; receivers are named by their identity."""
 
-    def __init__(self, weights: FlatWeights, required: Iterable[str], *, now: float, timeout_s: float) -> None:
+    def __init__(self, weights: Payload, required: Iterable[str], *, now: float, timeout_s: float) -> None:
         self.weights = weights
         self.required = set(required)
         self.ready: set[str] = set()
@@ -77,5 +81,5 @@ class Publication:
             engines=sorted(self.required - self.quarantined.keys()),
             quarantined=dict(self.quarantined),
             seconds=now - self._started,
-            megabytes=len(self.weights.buffer) / 2**20,
+            megabytes=self.weights.total_bytes / 2**20,
         )

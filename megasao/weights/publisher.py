@@ -1,5 +1,7 @@
 """The trainer's side of live weights: announces a version, serves its buckets, and commits it on all receivers.
 
+A version is either here in memory, and goes out in buckets, or lies in a directory that the receivers read.
+
 Runs in a thread of its own beside the training loop. Invariants, asserted by the tests:
 - a version is committed on all live receivers together; one that fails, is late or falls silent is quarantined by
   name, and the others go on; no receiver at all is fine;
@@ -25,9 +27,9 @@ from megasao.config.rollout import TransportConfig
 from megasao.transport.codec import MalformedMessage, decode, encode
 from megasao.transport.endpoints import bind_router
 from megasao.transport.keys import CurveKeys
+from megasao.weights.directory import PublishedWeights
 from megasao.weights.flat import FlatWeights, pack
 from megasao.weights.messages import (
-    Announce,
     Bucket,
     Commit,
     Committed,
@@ -41,7 +43,7 @@ from megasao.weights.messages import (
     Refused,
     ToReceiver,
 )
-from megasao.weights.publication import Publication, PublishResult
+from megasao.weights.publication import Payload, Publication, PublishResult
 
 _log = logging.getLogger(__name__)
 
@@ -73,13 +75,14 @@ class WeightPublisher:
         self._wake_in.bind("inproc://wake")
         self._wake_out = self._context.socket(zmq.PAIR)
         self._wake_out.connect("inproc://wake")
-        self._inbox: queue.SimpleQueue[FlatWeights] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Payload] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[PublishResult] = queue.SimpleQueue()
         self._in_flight: int | None = None
         self._last_result: PublishResult | None = None
         self._seen: dict[str, float] = {}
+        self._holding: dict[str, set[tuple[str, int]]] = {}
         self._publication: Publication | None = None
-        self._current: FlatWeights | None = None
+        self._current: Payload | None = None
         self._error: BaseException | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
@@ -91,14 +94,33 @@ class WeightPublisher:
         Waits, bounded, for the previous publication. ValueError if ``version`` does not grow; RuntimeError if the
         publisher has died.
         """
+        self.make_room(version)
+        weights = pack(version, tensors, self._bucket_bytes)
+        assert len(weights.checksums) == weights.buckets  # computed here, not in the serving thread
+        self._send_out(weights)
+
+    def publish_directory(self, weights: PublishedWeights) -> None:
+        """Announce a version that lies complete in a directory. Waits and raises as :meth:`publish`."""
+        self.make_room(weights.version)
+        self._send_out(weights)
+
+    def make_room(self, version: int) -> None:
+        """Wait, bounded, until ``version`` can be published. ValueError if it does not grow."""
         if self._in_flight is not None:
             self.wait()
         if self._last_result is not None and version <= self._last_result.version:
             raise ValueError(f"weight version {version} cannot follow {self._last_result.version}; versions must grow")
         self._check_alive()
-        weights = pack(version, tensors, self._bucket_bytes)
-        assert len(weights.checksums) == weights.buckets  # computed here, not in the serving thread
-        self._in_flight = version
+
+    def needed(self) -> set[tuple[str, int]]:
+        """Epoch and version of what is current or on its way, or what a live receiver runs or loads."""
+        publication, current = self._publication, self._current
+        ours = (publication.weights if publication is not None else None, current)
+        mine = {(self.epoch, weights.version) for weights in ours if weights is not None}
+        return mine.union(*list(self._holding.values()))
+
+    def _send_out(self, weights: Payload) -> None:
+        self._in_flight = weights.version
         self._inbox.put(weights)
         self._wake()
 
@@ -203,6 +225,9 @@ class WeightPublisher:
 
     def _on_hello(self, name: str, hello: Hello) -> None:
         same_life = hello.epoch == self.epoch
+        if hello.epoch is not None:
+            held = (hello.version, hello.loading)
+            self._holding[name] = {(hello.epoch, version) for version in held if version is not None}
         self._send(name, Current(self.epoch, self._current.version if self._current else None))
         target = self._target()
         if target is not None and not (same_life and target.version in (hello.version, hello.loading)):
@@ -214,6 +239,8 @@ class WeightPublisher:
             return
         if (fetch.epoch, fetch.version) != (self.epoch, target.version):
             self._announce(name, target)
+        elif not isinstance(target, FlatWeights):
+            self._send(name, Refused(f"version {target.version} is in a directory, not in buckets"))
         elif not 0 <= fetch.bucket < target.buckets:
             self._send(name, Refused(f"bucket {fetch.bucket} of version {target.version}: it has {target.buckets}"))
         else:
@@ -231,10 +258,11 @@ class WeightPublisher:
                 publication.set_ready(name)
             else:
                 publication.set_committed(name)
+                self._holding[name] = {(self.epoch, message.version)}
         if isinstance(message, Ready) and self._current is not None and message.version == self._current.version:
             self._send(name, Commit(self.epoch, message.version))
 
-    def _target(self) -> FlatWeights | None:
+    def _target(self) -> Payload | None:
         """What a receiver should fetch now: the version on its way, or the newest one."""
         return self._publication.weights if self._publication is not None else self._current
 
@@ -261,10 +289,8 @@ class WeightPublisher:
             self._publication = None
             self._results.put(publication.result(now))
 
-    def _announce(self, name: str, weights: FlatWeights) -> None:
-        self._send(
-            name, Announce(self.epoch, weights.version, weights.specs, len(weights.buffer), weights.bucket_bytes)
-        )
+    def _announce(self, name: str, weights: Payload) -> None:
+        self._send(name, weights.announcement(self.epoch))
 
     def _send(self, name: str, message: ToReceiver, payload: bytes | memoryview = b"") -> None:
         if not self._reply_raw(name.encode(), message, payload):
@@ -284,5 +310,6 @@ class WeightPublisher:
 
     def _drop(self, name: str, reason: str) -> None:
         self._seen.pop(name, None)
+        self._holding.pop(name, None)
         if self._publication is not None:
             self._publication.quarantine(name, reason)

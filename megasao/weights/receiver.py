@@ -1,8 +1,9 @@
 """The rollout worker's side of live weights: fetches new versions, stages them in the engines, commits when told.
 
 Invariants, asserted by the tests:
-- an engine sees a version only when every bucket has arrived with the right checksum, and runs it only after the
+- an engine sees a version only when every bucket or file of it has the right checksum, and runs it only after the
   publisher's commit;
+- a version that was not taken is tried again, each time after a longer pause;
 - a restarted publisher is recognised by its epoch, and its version is taken even if the number is lower;
 - nothing that arrives can end the receiver: a wrong message is counted and the next heartbeat starts again;
 - an engine's failure is reported to the publisher and shown as ``quarantined``.
@@ -23,10 +24,10 @@ from megasao.config.rollout import TransportConfig
 from megasao.transport.codec import MalformedMessage, decode, encode
 from megasao.transport.endpoints import connect_dealer
 from megasao.transport.keys import CurveKeys
-from megasao.weights.download import Download
-from megasao.weights.flat import unpack
+from megasao.weights.download import DirectoryDownload, Download
 from megasao.weights.messages import (
     Announce,
+    AnnounceDirectory,
     Bucket,
     Commit,
     Committed,
@@ -41,6 +42,9 @@ from megasao.weights.messages import (
 )
 
 _log = logging.getLogger(__name__)
+
+LONGEST_PAUSE_S = 60.0
+"""Between two attempts at one version."""
 
 
 class WeightSink(Protocol):
@@ -78,8 +82,9 @@ class WeightReceiver:
         self._socket: Any = None
         self._epoch: str | None = None
         self._version: int | None = None
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._download: Download | None = None
+        self._tensors: Mapping[str, torch.Tensor] = {}
+        self._download: Download | DirectoryDownload | None = None
+        self._pauses = _Pauses(self._heartbeat_s)
         self._changed = asyncio.Condition()
         self._heard_at: float | None = None
         self.quarantined: str | None = None
@@ -92,7 +97,7 @@ class WeightReceiver:
         """The version that every engine runs, null before the first sync."""
         return self._version
 
-    def latest(self) -> tuple[int, dict[str, torch.Tensor]] | None:
+    def latest(self) -> tuple[int, Mapping[str, torch.Tensor]] | None:
         """The committed version and its tensors (read-only: shared), for an engine that is loaded by hand."""
         return None if self._version is None else (self._version, self._tensors)
 
@@ -142,7 +147,7 @@ class WeightReceiver:
     async def _beat(self) -> None:
         """Repeat our state, so that anything that was lost on the way is sent again."""
         download = self._download
-        idle = time.monotonic() - download.progress_at if download is not None else 0.0
+        idle = download.idle_s if download is not None else 0.0
         if download is not None and not download.staged and not download.complete and idle > self._timeout_s:
             await self._give_up(download, f"no bucket arrived for {self._timeout_s:g} s")
             download = None
@@ -154,7 +159,7 @@ class WeightReceiver:
             return
         if download.staged:
             await self._send(Ready(download.epoch, download.version))
-        elif idle > self._heartbeat_s:
+        elif isinstance(download, Download) and idle > self._heartbeat_s:
             for bucket in sorted(download.asked):
                 await self._send(Fetch(download.epoch, download.version, bucket))
 
@@ -182,7 +187,7 @@ class WeightReceiver:
 
     async def _handle(self, message: Any, payload: bytes) -> None:
         download = self._download
-        if isinstance(message, Announce):
+        if isinstance(message, Announce | AnnounceDirectory):
             await self._on_announce(message)
         elif isinstance(message, Refused):
             self._refuse(f"the publisher refused ours: {message.reason}")
@@ -195,21 +200,22 @@ class WeightReceiver:
             return
         elif (message.epoch, message.version) == (download.epoch, download.version):
             if isinstance(message, Bucket):
-                await self._on_bucket(download, message, payload)
+                if isinstance(download, Download):
+                    await self._on_bucket(download, message, payload)
             elif download.staged:
                 await self._commit(download)
 
-    async def _on_announce(self, announce: Announce) -> None:
-        """Start on a version, unless it is the one that we run or are loading already."""
+    async def _on_announce(self, announce: Announce | AnnounceDirectory) -> None:
+        """Start on a version, unless it is the one that we run or are loading already, or has just failed."""
         wanted = (announce.epoch, announce.version)
-        if wanted == (self._epoch, self._version):
+        if wanted == (self._epoch, self._version) or self._pauses.holds(wanted):
             return
         if self._download is not None:
             if wanted == (self._download.epoch, self._download.version):
                 return
             await self._discard(self._download)
         try:
-            self._download = Download(announce)
+            self._download = Download(announce) if isinstance(announce, Announce) else DirectoryDownload(announce)
         except ValueError as error:
             self._refuse(str(error))
             self.quarantined = str(error)
@@ -225,27 +231,31 @@ class WeightReceiver:
             return
         await self._go_on(download)
 
-    async def _go_on(self, download: Download) -> None:
-        for bucket in download.next_buckets():
-            await self._send(Fetch(download.epoch, download.version, bucket))
-        if not download.complete or download.staged:
+    async def _go_on(self, download: Download | DirectoryDownload) -> None:
+        """Ask for what is missing; once all is here and intact, stage it in the engines."""
+        if isinstance(download, Download):
+            for bucket in download.next_buckets():
+                await self._send(Fetch(download.epoch, download.version, bucket))
+            if not download.complete or download.staged:
+                return
+        elif (damage := await download.verify(self._timeout_s)) is not None:
+            await self._give_up(download, damage)
             return
-        tensors = unpack(download.specs, download.buffer)
-        reason = await self._on_engines("prepare_weights", download.version, tensors)
+        reason = await self._on_engines("prepare_weights", download.version, download.tensors())
         if reason is not None:
             await self._give_up(download, reason)
             return
         download.staged = True
         await self._send(Ready(download.epoch, download.version))
 
-    async def _commit(self, download: Download) -> None:
+    async def _commit(self, download: Download | DirectoryDownload) -> None:
         reason = await self._on_engines("commit_weights", download.version)
         if reason is not None:
             await self._give_up(download, reason)
             return
         async with self._changed:
             self._epoch, self._version = download.epoch, download.version
-            self._tensors = unpack(download.specs, download.buffer)
+            self._tensors = download.tensors()
             self._download, self.quarantined = None, None
             self._changed.notify_all()
         await self._send(Committed(download.epoch, download.version))
@@ -257,18 +267,37 @@ class WeightReceiver:
                 await asyncio.wait_for(getattr(engine, method)(*arguments), self._timeout_s)
             except TimeoutError:
                 return f"engine {index} of {self._name}: {method} took more than {self._timeout_s:g} s"
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, OSError) as error:
                 return f"engine {index} of {self._name}: {method}: {error}"
         return None
 
-    async def _give_up(self, download: Download, reason: str) -> None:
+    async def _give_up(self, download: Download | DirectoryDownload, reason: str) -> None:
         """Tell the publisher, forget the download; the next heartbeat starts again."""
         _log.warning("weights %d not taken: %s", download.version, reason)
         self.quarantined = reason
+        self._pauses.failed((download.epoch, download.version))
         await self._discard(download)
         await self._send(Failed(download.epoch, download.version, reason))
 
-    async def _discard(self, download: Download) -> None:
+    async def _discard(self, download: Download | DirectoryDownload) -> None:
         await self._on_engines("discard_weights", download.version)
         if self._download is download:
             self._download = None
+
+
+class _Pauses:
+    """How long to wait before the next attempt at a version that was not taken: twice as long each time."""
+
+    def __init__(self, first_s: float) -> None:
+        self._first_s = first_s
+        self._version: tuple[str, int] | None = None
+        self._pause_s = self._until = 0.0
+
+    def failed(self, version: tuple[str, int]) -> None:
+        """One more attempt has failed."""
+        self._pause_s = self._first_s if version != self._version else min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._version, self._until = version, time.monotonic() + self._pause_s
+
+    def holds(self, version: tuple[str, int]) -> bool:
+        """Whether it is too early to try ``version`` again."""
+        return version == self._version and time.monotonic() < self._until

@@ -41,6 +41,19 @@ CASES = [
     (["transport.host=10.0.0.1"], ["transport.host=127.0.0.2"], "transport.host", "curve"),
     (["transport.host=::1"], ["transport.host=localhost"], "transport.host", "IPv4"),
     (["transport.host='*'", "transport.curve=true"], ["transport.host=localhost"], "transport.host", "IPv4"),
+    (
+        ["transport.weights_timeout_s=60"],
+        ["transport.weights_timeout_s=60", "parallel.timeout_s=180"],
+        "transport.weights_timeout_s",
+        "bound on a collective",
+    ),
+    (
+        ["weights.directory=/shared"],
+        ["weights.directory=/shared", "weights.transport=disk"],
+        "weights.directory",
+        "transport = disk",
+    ),
+    (["weights.bucket_bytes=1"], ["weights.bucket_bytes=4096"], "weights.bucket_bytes", "4096"),
     (["parallel.tensor=3"], ["parallel.tensor=2"], "parallel", "not a multiple"),
     (["parallel.expert=3"], ["parallel.expert=2"], "parallel", "not a multiple"),
     (["parallel.context=3"], ["parallel.context=2"], "parallel", "not a multiple"),
@@ -154,6 +167,14 @@ def test_several_impossible_combinations_are_listed_together() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(LAPTOP, ["loop.batch_size=1", "transport.host=0.0.0.0", "critic.warmup_steps=500"])
     assert {p.path for p in caught.value.problems} == {"loop.batch_size", "transport.host", "critic.warmup_steps"}
+
+
+def test_weights_travel_by_disk_to_servers_and_in_buckets_to_the_embedded_engine() -> None:
+    configs = LAPTOP.parent
+    assert load_config(LAPTOP).weight_transport == "stream"
+    assert load_config(LAPTOP, ["weights.transport=disk"]).weight_transport == "disk"
+    assert load_config(configs / "laptop_sglang.yaml").weight_transport == "disk"
+    assert load_config(configs / "laptop_sglang.yaml", ["weights.transport=stream"]).weight_transport == "stream"
 
 
 # against the model's config.json

@@ -45,6 +45,13 @@ def test_logprobs(tmp_path: Path) -> None:
     assert rows["plain"]["loss"] == pytest.approx(rows["4"]["loss"], rel=1e-5)
 
 
+def test_weights(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert "paused: embedded" in run("weights.py", "--gb=0.005", "--repeats=1", "--json", str(report))
+    rows = json.loads(report.read_text())[0]["rows"]
+    assert set(rows) == {"stream", "disk", "bare gloo broadcast", "bare file write"}
+
+
 def test_training_step(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     assert "times the packed step" in run("training_step.py", "--quick", "--repeats=1", "--json", str(report))

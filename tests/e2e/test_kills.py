@@ -18,8 +18,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_role_is_killed_once_and_the_run_ends_right(model: Path, tmp_path: Path) -> None:
+    """Weights travel by disk here: a worker that restarts catches up from it, a trainer publishes what it loaded."""
     total = 14
-    config = runs.write_config(tmp_path / "config.yaml", model, loop={"steps": total, "batch_size": 8})
+    config = runs.write_config(
+        tmp_path / "config.yaml",
+        model,
+        loop={"steps": total, "batch_size": 8},
+        weights={"transport": "disk"},
+    )
     process = runs.start(config)
     run = runs.directory(config)
     for role, after in (("rollout", 3), ("controller", 6), ("trainer", 9)):
@@ -35,6 +41,8 @@ def test_each_role_is_killed_once_and_the_run_ends_right(model: Path, tmp_path: 
     launcher_log = (run.logs / "launcher.log").read_text(encoding="utf-8")
     for role in ("rollout-0", "controller", "trainer"):
         assert role in launcher_log, f"the launcher does not say that {role} was restarted"
+    left = sorted(path.name for path in (run.path / "weights" / "published").iterdir())
+    assert left[-1].startswith(f"{total - 1:06d}-") and len(left) <= 3, left
 
 
 def test_a_role_that_hangs_is_restarted(model: Path, tmp_path: Path) -> None:

@@ -85,6 +85,8 @@ def test_trainer_and_servers_agree_and_a_killed_server_is_replaced(
     assert all(e["oldest_version"] == e["newest_version"] for e in found)
     assert json.loads((run.path / "summary.json").read_text(encoding="utf-8"))
     assert not list(filter(alive, started + processes_of(tmp_path))), "servers end with the run"
+    staged = list((run.path / "weights").glob("rollout-*/*/*/*.safetensors"))
+    assert staged and all(file.name.startswith("rank-") for file in staged), "links to what the trainer wrote"
 
 
 @pytest.mark.timeout(900)

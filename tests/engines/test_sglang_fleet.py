@@ -22,6 +22,8 @@ from sglang_server import RunningServer, needs_sglang, sglang_config
 from megasao.rollout.engines.base import EngineError, GenerateRequest, GenerateResult, SamplingParams
 from megasao.rollout.engines.sglang import SGLangEngine
 from megasao.rollout.fleet import Fleet, joined, preference
+from megasao.weights.directory import prune
+from tests.weights.weight_world import Disk, opened, write_version
 
 CONFIG = sglang_config(stream_interval=1, silence_timeout_s=5.0)
 LONG = 180
@@ -164,9 +166,11 @@ def test_an_episode_outlives_its_server(world: World, how: str) -> None:
         return whole, result
 
     async def back(fleet: Fleet, lost: RunningServer) -> None:
-        """What was missed meanwhile must be there before the server is used again."""
+        """What was missed meanwhile must be there before the server is used again, though its directory is gone."""
         changed = perturb(load_tensors(world.checkpoint), 3)
-        await load(fleet, 2, changed)
+        disk = Disk(world.directory / "published")
+        await load(fleet, 2, opened(write_version(disk.root, 2, "life", changed)))
+        prune(disk.root, [])
         if how == "drain":
             await fleet.remove(lost.url)
             assert len(fleet.stats()) and fleet.usable != []
@@ -204,6 +208,27 @@ def test_with_no_server_left_an_episode_fails_in_time(world: World) -> None:
             await fleet.generate(make_request("episode"))
 
     world.run(body, count=1)
+
+
+@needs_sglang
+def test_a_server_that_dies_during_an_update_leaves_it_to_the_others(world: World) -> None:
+    """Last of all: the second server does not come back."""
+    tensors, disk = perturb(load_tensors(world.checkpoint), 4), Disk(world.directory / "published")
+    weights = opened(write_version(disk.root, 2, "life", tensors))
+
+    async def body(fleet: Fleet) -> GenerateResult:
+        await fleet.prepare_weights(2, weights)
+        committing = asyncio.create_task(fleet.commit_weights(2))
+        await asyncio.sleep(0.01)
+        world.servers[1].signal(signal.SIGKILL)
+        await committing
+        assert fleet.weight_version == 2 and fleet.usable[0] == world.servers[0].url
+        fleet._placed["after"] = fleet._replicas[world.servers[0].url]
+        return await fleet.generate(make_request("after", tokens=20))
+
+    result = world.run(body)
+    assert result.weight_versions == [(0, 2)]
+    check(save_tensors(world.checkpoint, world.directory / "changed", tensors), result)
 
 
 def test_a_server_that_goes_moves_only_its_own_episodes() -> None:

@@ -91,6 +91,7 @@ def test_resume_may_change_what_is_safe(tmp_path: Path) -> None:
         "checkpoint.every=7",
         "evaluation.problems=9",
         "supervision.max_restarts=1",
+        "weights.transport=disk",
     )
     with prepared_run(changed, resume=True) as run:
         assert load_config(run.config) == changed

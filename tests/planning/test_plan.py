@@ -10,6 +10,7 @@ import pytest
 from megasao.config import Config
 from megasao.config.errors import ConfigError
 from megasao.config.load import load_config
+from megasao.config.plan import PlanConfig
 from megasao.config.training import TrainerConfig
 from megasao.megatron.models import Role
 from megasao.planning import Plan, make_plan
@@ -17,6 +18,7 @@ from megasao.planning.memory import RoleMemory, stage_memory
 from megasao.planning.report import describe_plan
 from megasao.planning.schedule import most_kept
 from megasao.planning.tensors import model_tensors
+from megasao.weights.plan import weight_plan
 from tests.megatron.tiny import make_config
 from tests.megatron.tiny_families import write_tiny_family
 from tests.megatron.world import run_world
@@ -76,6 +78,11 @@ def test_glm_5_2_on_256_gpus(glm: Plan) -> None:
     for stage, with_adam in zip(glm.stages, here.stages, strict=True):
         assert all(stage.roles[role].host == with_adam.roles[role].optimizer > 0 for role in ("actor", "critic"))
     assert glm.transfer is not None and glm.transfer.total == pytest.approx(2 * glm.sizes.total, rel=1e-6)
+    # Everything is written by the stage that has it, and no rank has more than its part and one tensor (the embedding).
+    assert [len(loads) for loads in glm.transfer.shares] == [32] * 8
+    embedding = 2 * 154_880 * 6144
+    assert all(max(loads) <= sum(loads) / 32 + embedding for loads in glm.transfer.shares)
+    assert all(min(loads) > 0 for loads in glm.transfer.shares)
     # Experts are on 32 ranks of a stage once; each of 4 tensor-parallel ranks has a fourth of most else.
     fullest = max(stage.roles["actor"].parameters for stage in glm.stages)
     assert fullest == pytest.approx(glm.sizes.total / 256 * 16 / (78 / 8) * 1.3, rel=0.05)
@@ -161,9 +168,28 @@ def test_what_cannot_be_trained_is_planned_and_said() -> None:
     assert "cannot be trained as it is: megatron.model.qk_layernorm" in describe_plan(make_plan(config), config)
 
 
+def test_seconds_follow_from_bytes_and_speeds() -> None:
+    assumed = PlanConfig(
+        rollout_gpus=32,
+        engine_gpus=16,
+        node_gpus=8,
+        link_gb_per_s=2.0,
+        storage_gb_per_s=10.0,
+        checksum_gb_per_s=4.0,
+    )
+    gigabytes = [[30, 10], [20, 20]]
+    plan = weight_plan([[each * 10**9 for each in stage] for stage in gigabytes], assumed, workers=3)
+    stream, disk = plan.routes
+    assert plan.total == 80 * 10**9
+    assert stream.phases == {"gather": 25.0, "send": 120.0, "check": 20.0, "load": 32.0}
+    assert disk.phases == {"write": 15.0, "check": 24.0, "load": 32.0}
+    faster = weight_plan(plan.shares, assumed.model_copy(update={"storage_gb_per_s": 1000.0}), 3)
+    assert faster.routes[1].phases == {"write": 15.0, "check": 20.0, "load": 5.0}, "now links and checksums are slower"
+
+
 def test_the_report_says_it_all(glm: Plan) -> None:
     assert glm.untrainable == ()
-    text = describe_plan(glm, load_config(CONFIGS / "glm_5_2_750b.yaml"))
+    text = describe_plan(glm, load_config(CONFIGS / "glm_5_2_750b.yaml", ["weights.transport=disk"]))
     for part in (
         "743,377,000,704",
         "753,329,921,024",
@@ -174,6 +200,10 @@ def test_the_report_says_it_all(glm: Plan) -> None:
         "layers recomputed, 100% of the optimizer in host memory",
         "at the worst time: fits; 110.0 GiB of the host's memory a rank",
         "16 engines of 16",
+        "stage 1: 32 ranks write 157.9 GB, 4.90 to 5.03 GB each",
+        "100 GB/s of the shared storage",
+        "disk (weights.transport): about",
+        "trainer rank 0 and every worker hold all of it",
     ):
         assert part in text, part
 

@@ -42,7 +42,7 @@ class World:
 
 def trainer(rank: int, client: Any, sent: list[bytes], timeout_s: float) -> Trainer:
     config: Any = SimpleNamespace(evaluation=EvaluationConfig(timeout_s=timeout_s))
-    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "publisher", "writer"))
+    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "publishing", "writer"))
     parts["source"] = SimpleNamespace(lifesign=SimpleNamespace(beat=lambda: None))
     world: Any = World(rank, sent)
     return Trainer(**parts, config=config, topology=world, client=client)
@@ -74,7 +74,7 @@ def test_a_step_killed_in_its_checkpoint_has_its_line(monkeypatch: pytest.Monkey
     manifest = Manifest(1, [ManifestEntry("a", 5, 3, 0, 0, 1.0, False)], {})
     source = SimpleNamespace(next_manifest=lambda *_: manifest, load=lambda _: SimpleNamespace(tokens=5))
     lines: list[tuple[int, dict[str, Any]]] = []
-    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "client", "publisher"))
+    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "client", "publishing"))
     parts |= {
         "source": source,
         "writer": SimpleNamespace(log=lambda *line: lines.append(line)),
@@ -113,7 +113,7 @@ def saving(monkeypatch: pytest.MonkeyPatch, questions: int, **options: Any) -> t
 
     monkeypatch.setattr(loop.checkpoint, "begin", begin)
     monkeypatch.setattr(loop, "ask", lambda _, message, kind: said.append(message) or SimpleNamespace(state={}))
-    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "client", "publisher"))
+    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "client", "publishing"))
     parts |= {
         "writer": None,
         "source": SimpleNamespace(lifesign=SimpleNamespace(beat=lambda: None)),

@@ -11,7 +11,9 @@ import pytest
 import zmq
 from weight_world import (
     FAST,
+    Disk,
     RecordingSink,
+    Stream,
     TamperedWire,
     connected,
     equal,
@@ -31,12 +33,18 @@ from megasao.weights.publisher import WeightPublisher
 from megasao.weights.receiver import WeightReceiver
 
 
-async def publish(sender: WeightPublisher, version: int, seed: int):
-    await asyncio.to_thread(sender.publish, version, weights(seed))
+@pytest.fixture(params=["stream", "disk"])
+def way(request: pytest.FixtureRequest, tmp_path: Path) -> Stream | Disk:
+    """How a version travels; the protocol around it is one."""
+    return Disk(tmp_path / "published") if request.param == "disk" else Stream()
+
+
+async def publish(sender: WeightPublisher, version: int, seed: int, way: Stream | Disk | None = None):
+    await asyncio.to_thread((way or Stream()).send, sender, version, weights(seed))
     return await asyncio.to_thread(sender.wait)
 
 
-def test_every_engine_gets_every_version_bit_for_bit() -> None:
+def test_every_engine_gets_every_version_bit_for_bit(way: Stream | Disk) -> None:
     async def main() -> None:
         address, sinks = free_address(), [RecordingSink() for _ in range(4)]
         with publisher(address) as sender:
@@ -47,7 +55,7 @@ def test_every_engine_gets_every_version_bit_for_bit() -> None:
             ):
                 await connected(sender, 3)
                 for version in range(3):
-                    result = await publish(sender, version, version)
+                    result = await publish(sender, version, version, way)
                     assert (result.engines, result.quarantined) == (["none", "one", "two-engines"], {})
                     assert all(sink.version == version and equal(sink.current, weights(version)) for sink in sinks[:3])
                     for receiver in (first, second, third):
@@ -58,12 +66,12 @@ def test_every_engine_gets_every_version_bit_for_bit() -> None:
     asyncio.run(main())
 
 
-def test_publishing_to_nobody_and_a_late_joiner_that_gets_the_newest() -> None:
+def test_publishing_to_nobody_and_a_late_joiner_that_gets_the_newest(way: Stream | Disk) -> None:
     async def main() -> None:
         address, sink = free_address(), RecordingSink()
         with publisher(address) as sender:
-            assert (await publish(sender, 4, 4)).engines == []
-            assert (await publish(sender, 7, 7)).engines == []
+            assert (await publish(sender, 4, 4, way)).engines == []
+            assert (await publish(sender, 7, 7, way)).engines == []
             async with receiving(address, sink) as receiver:
                 assert receiver.latest() is None
                 assert await receiver.wait_for_version(7, 10) == 7
@@ -72,14 +80,14 @@ def test_publishing_to_nobody_and_a_late_joiner_that_gets_the_newest() -> None:
     asyncio.run(main())
 
 
-def test_receiver_that_starts_before_the_publisher() -> None:
+def test_receiver_that_starts_before_the_publisher(way: Stream | Disk) -> None:
     async def main() -> None:
         address, sink = free_address(), RecordingSink()
         async with receiving(address, sink) as receiver:
             with pytest.raises(TimeoutError, match=rf"at {address} was last heard never"):
                 await receiver.wait_for_version(0, 0.2)
             with publisher(address) as sender:
-                await publish(sender, 0, 0)
+                await publish(sender, 0, 0, way)
                 await receiver.wait_for_version(0, 10)
             assert equal(sink.current, weights(0))
 
@@ -137,7 +145,7 @@ def test_lost_messages_are_asked_for_again() -> None:
     asyncio.run(main())
 
 
-def test_receiver_that_never_answers_delays_by_one_phase_at_most() -> None:
+def test_receiver_that_never_answers_delays_by_one_phase_at_most(way: Stream | Disk) -> None:
     config = FAST.model_copy(update={"weights_timeout_s": 0.5, "dead_after_s": 60.0})
 
     async def main() -> None:
@@ -149,7 +157,7 @@ def test_receiver_that_never_answers_delays_by_one_phase_at_most() -> None:
             silent.send_multipart(encode(Hello(None, None, None)))
             async with receiving(address, sink, name="live"):
                 await connected(sender, 2)
-                result = await publish(sender, 1, 1)
+                result = await publish(sender, 1, 1, way)
                 assert result.engines == ["live"]
                 assert result.quarantined == {"silent": "was not ready within 0.5 s"}
             silent.close(linger=0)
@@ -157,7 +165,7 @@ def test_receiver_that_never_answers_delays_by_one_phase_at_most() -> None:
     asyncio.run(main())
 
 
-def test_receiver_that_falls_silent_is_forgotten() -> None:
+def test_receiver_that_falls_silent_is_forgotten(way: Stream | Disk) -> None:
     config = FAST.model_copy(update={"dead_after_s": 0.3})
 
     async def main() -> None:
@@ -168,11 +176,11 @@ def test_receiver_that_falls_silent_is_forgotten() -> None:
             silent.connect(address)
             silent.send_multipart(encode(Hello(None, None, None)))
             await connected(sender, 1)
-            assert (await publish(sender, 1, 1)).quarantined == {"silent": "was silent for 0.3 s"}
+            assert (await publish(sender, 1, 1, way)).quarantined == {"silent": "was silent for 0.3 s"}
             await connected(sender, 0)
             async with receiving(address, sink, name="live"):
                 await connected(sender, 1)
-                assert (await publish(sender, 2, 2)).engines == ["live"]
+                assert (await publish(sender, 2, 2, way)).engines == ["live"]
             silent.close(linger=0)
 
     asyncio.run(main())
@@ -203,7 +211,7 @@ class StubbornSink(RecordingSink):
 
 @pytest.mark.parametrize("call", ["prepare", "commit"])
 @pytest.mark.parametrize("trouble", ["fail", "refuse", "hang"])
-def test_engine_in_trouble_is_quarantined_by_name_and_heals(call: str, trouble: str) -> None:
+def test_engine_in_trouble_is_quarantined_by_name_and_heals(call: str, trouble: str, way: Stream | Disk) -> None:
     config = FAST.model_copy(update={"weights_timeout_s": 1.0})
 
     async def main() -> None:
@@ -214,7 +222,7 @@ def test_engine_in_trouble_is_quarantined_by_name_and_heals(call: str, trouble: 
                 receiving(address, bad, name="bad", config=config) as receiver,
             ):
                 await connected(sender, 2)
-                result = await publish(sender, 1, 1)
+                result = await publish(sender, 1, 1, way)
                 assert result.engines == ["good"] and list(result.quarantined) == ["bad"]
                 await until(lambda: receiver.quarantined is not None, "the receiver knows of its quarantine")
                 assert bad.version is None and receiver.version is None and good.version == 1
@@ -225,7 +233,7 @@ def test_engine_in_trouble_is_quarantined_by_name_and_heals(call: str, trouble: 
     asyncio.run(main())
 
 
-def test_overlapping_publications_are_serialised() -> None:
+def test_overlapping_publications_are_serialised(way: Stream | Disk) -> None:
     async def main() -> None:
         address, sinks = free_address(), [RecordingSink(), RecordingSink()]
         with publisher(address) as sender:
@@ -234,7 +242,7 @@ def test_overlapping_publications_are_serialised() -> None:
 
                 def burst():
                     for version in range(1, 6):
-                        sender.publish(version, weights(version))
+                        way.send(sender, version, weights(version))
                     return sender.wait()
 
                 result = await asyncio.to_thread(burst)
@@ -258,19 +266,19 @@ def test_versions_must_grow_within_one_life() -> None:
         sender.publish(4, weights(0))
 
 
-def test_restarted_publisher_is_followed_to_a_lower_version() -> None:
+def test_restarted_publisher_is_followed_to_a_lower_version(way: Stream | Disk) -> None:
     async def main() -> None:
         address, sink = free_address(), RecordingSink()
         async with receiving(address, sink) as receiver:
             with publisher(address) as sender:
-                await publish(sender, 40, 1)
+                await publish(sender, 40, 1, way)
                 await receiver.wait_for_version(40, 10)
             with publisher(address) as sender:
-                await publish(sender, 37, 2)
+                await publish(sender, 37, 2, way)
                 await until(lambda: receiver.version == 37, "version 37 of the second life")
                 assert equal(sink.current, weights(2))
             with publisher(address) as sender:  # the same number again means other weights
-                await publish(sender, 37, 3)
+                await publish(sender, 37, 3, way)
                 await until(lambda: equal(sink.current, weights(3)), "version 37 of the third life")
             assert sink.log == [(call, v) for v in (40, 37, 37) for call in ("prepare", "commit")]
 
@@ -315,16 +323,16 @@ def test_publisher_killed_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_restarted_receiver_takes_over_its_name_and_is_served_again() -> None:
+def test_restarted_receiver_takes_over_its_name_and_is_served_again(way: Stream | Disk) -> None:
     async def main() -> None:
         address, first, second = free_address(), RecordingSink(), RecordingSink()
         with publisher(address) as sender:
             async with receiving(address, first):
                 await connected(sender, 1)
-                await publish(sender, 1, 1)
+                await publish(sender, 1, 1, way)
             async with receiving(address, second) as receiver:
                 await receiver.wait_for_version(1, 10)
-                assert (await publish(sender, 2, 2)).engines == ["rollout-0"]
+                assert (await publish(sender, 2, 2, way)).engines == ["rollout-0"]
                 assert equal(second.current, weights(2)) and first.version == 1
 
     asyncio.run(main())

@@ -5,12 +5,16 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 import zmq
 
 from megasao.config.rollout import TransportConfig
+from megasao.storage.header import TensorInfo
+from megasao.weights import directory
+from megasao.weights.directory import PublishedWeights, WeightDirectory
 from megasao.weights.publisher import WeightPublisher
 from megasao.weights.receiver import WeightReceiver
 
@@ -42,6 +46,47 @@ def equal(left: Mapping[str, torch.Tensor] | None, right: Mapping[str, torch.Ten
         and left.keys() == right.keys()
         and all(left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in right)
     )
+
+
+class Stream:
+    """Versions go out in buckets."""
+
+    def send(self, sender: WeightPublisher, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        sender.publish(version, tensors)
+
+
+class Disk:
+    """Versions go out as directories below ``root``, each written by two ranks; as the trainer does it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        directory.prepare_root(root)
+
+    def send(self, sender: WeightPublisher, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        sender.make_room(version)
+        if sender._current is not None:
+            directory.prune(self.root, sender.needed())
+        sender.publish_directory(write_version(self.root, version, sender.epoch, tensors))
+
+    def versions(self) -> list[str]:
+        return sorted(path.name.partition("-")[0] for path in self.root.iterdir())
+
+
+def write_version(root: Path, version: int, epoch: str, tensors: Mapping[str, torch.Tensor]) -> PublishedWeights:
+    unfinished = directory.unfinished_path(root, version, epoch)
+    unfinished.mkdir()
+    for rank in range(2):
+        infos = [TensorInfo(n, t.dtype, tuple(t.shape)) for n, t in list(tensors.items())[rank::2]]
+        rows = [(info.name, 0, tensors[info.name]) for info in infos]
+        directory.write_share(unfinished, rank, infos, rows, shard_bytes=BUCKET)
+    return directory.complete(root, version, epoch, 2, tensors.keys())
+
+
+def opened(published: PublishedWeights) -> WeightDirectory:
+    """As a worker hands it to its engines."""
+    found = WeightDirectory(published.path, published.manifest_crc32)
+    found.verify(threading.Event())
+    return found
 
 
 class RecordingSink:

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from megasao.storage.header import TensorInfo
+from megasao.weights.directory import WeightDirectory
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -50,6 +53,8 @@ class CheckpointLayout:
 
 def check_tensors(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """ValueError naming what of ``shapes`` is missing in ``tensors``, extra, misshapen, or no float."""
+    if isinstance(tensors, WeightDirectory):
+        tensors = tensors.infos
     missing = sorted(shapes.keys() - tensors.keys())
     extra = sorted(tensors.keys() - shapes.keys())
     if missing or extra:
@@ -61,8 +66,9 @@ def check_tensors(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ..
         tensor = tensors[name]
         if tuple(tensor.shape) != expected:
             raise ValueError(f"weights do not fit the model: {name} has shape {tuple(tensor.shape)}, not {expected}")
-        if not torch.as_tensor(tensor).dtype.is_floating_point:
-            raise ValueError(f"weights do not fit the model: {name} has dtype {tensor.dtype}, not a float one")
+        dtype = tensor.dtype if isinstance(tensor, TensorInfo) else torch.as_tensor(tensor).dtype
+        if not dtype.is_floating_point:
+            raise ValueError(f"weights do not fit the model: {name} has dtype {dtype}, not a float one")
 
 
 def _live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

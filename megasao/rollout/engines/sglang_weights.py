@@ -1,6 +1,7 @@
 """Weight versions on disk, from which SGLang servers load them.
 
-A version is a directory with one safetensors file under Hugging Face names. Invariants, asserted by the tests:
+A version is a directory of safetensors under Hugging Face names: one file that is written here, or links to those that
+the trainer's ranks wrote. Invariants, asserted by the tests:
 - a version is complete when its directory has its name: it is written beside it and renamed;
 - names and shapes are exactly those of the checkpoint that is served, without its layers of multi-token prediction
   (they are not trained); a wrong tensor is refused by name, and nothing is written;
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 from megasao.config.architecture import read_hf_config
 from megasao.families.names import hf_names
 from megasao.rollout.engines.checkpoint_names import check_tensors
+from megasao.weights.directory import WeightDirectory
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -48,20 +50,30 @@ class WeightStaging:
         directory.mkdir(parents=True)
 
     def stage(self, version: int, tensors: Mapping[str, Any]) -> StagedWeights:
-        """Write a version in the checkpoint's dtypes; one that was staged before is removed. ValueError if wrong."""
+        """Write a version in the checkpoint's dtypes, or link to one that is written; one that was staged before is
+        removed. ValueError if wrong."""
         check_tensors(tensors, {name: shape for name, (shape, _) in self._layout.items()})
         if self.staged is not None:
             self.discard(self.staged.version)
         label = version_label(version)
         path, unfinished = self._directory / label, self._directory / f".{label}"
         unfinished.mkdir()
+        try:
+            if isinstance(tensors, WeightDirectory):
+                tensors.link_into(unfinished)
+            else:
+                self._write(tensors, unfinished)
+            os.replace(unfinished, path)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        self.staged = StagedWeights(version, label, path)
+        return self.staged
+
+    def _write(self, tensors: Mapping[str, Any], directory: Path) -> None:
         whole = {
             name: torch.as_tensor(tensors[name]).to(dtype).contiguous() for name, (_, dtype) in self._layout.items()
         }
-        save_file(whole, unfinished / "model.safetensors")
-        os.replace(unfinished, path)
-        self.staged = StagedWeights(version, label, path)
-        return self.staged
+        save_file(whole, directory / "model.safetensors")
 
     def commit(self, staged: StagedWeights) -> None:
         """``staged`` is current: the version before it is not needed any more."""

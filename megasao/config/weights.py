@@ -1,0 +1,31 @@
+"""How new weights reach the engines."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megasao.config.base import Section
+
+
+class WeightsConfig(Section):
+    """Publishing of weights from the trainer to the rollout workers."""
+
+    transport: Literal["auto", "stream", "disk"] = Field(
+        "auto",
+        description="Way of the bytes. stream: gathered on trainer rank 0 and sent to each worker over ZeroMQ. disk: "
+        "every rank writes its share into a directory that all see. auto: disk for SGLang servers, else stream.",
+    )
+    directory: str | None = Field(
+        None,
+        description="Where versions are published on disk, below it by the run's name; on the file system of the run "
+        "directory. null is inside the run directory.",
+    )
+    bucket_bytes: int = Field(
+        4 * 2**20,
+        ge=4096,
+        le=256 * 2**20,
+        description="Bytes that travel at once; on disk also the most that a rank holds beyond its own weights.",
+    )
+    shard_bytes: int = Field(
+        2 * 2**30, ge=2**20, description="Most bytes of one file on disk, unless a single tensor has more."
+    )

@@ -1,0 +1,115 @@
+"""How the trainer's ranks hand a version of the policy to the engines: one interface, one class for each transport.
+
+Every rank has a publishing and enters ``publish``; the publisher, which tells the receivers and commits, is on rank 0.
+Invariants, asserted by the tests:
+- with ``disk`` no rank holds more than a bucket beyond its own weights, and nothing passes through rank 0;
+- a rank that cannot write its share ends the publication on every rank, and no version appears.
+"""
+
+import shutil
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megasao.config import Config
+from megasao.config.rundir import RunDirectory
+from megasao.config.weights import WeightsConfig
+from megasao.families.names import hf_names
+from megasao.megatron.bridge import export_hf
+from megasao.megatron.bridge.outgoing import Outgoing, outgoing, stream_rows
+from megasao.megatron.models import MegatronModel
+from megasao.megatron.runtime import Topology, gather_counts
+from megasao.weights import directory
+from megasao.weights.publisher import WeightPublisher
+
+
+class Publishing(ABC):
+    """A transport. ``publisher`` is there on rank 0 only."""
+
+    publisher: WeightPublisher | None
+
+    @abstractmethod
+    def publish(self, version: int, model: MegatronModel) -> None:
+        """Hand out the model's weights as ``version``, and let the engines take them in the background. Collective.
+
+        The model may change as soon as this returns. RuntimeError if it failed; then the version is on no engine.
+        """
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self.publisher is not None:
+            self.publisher.close()
+
+
+@dataclass
+class StreamPublishing(Publishing):
+    """Everything is gathered on rank 0, which sends it to each receiver."""
+
+    publisher: WeightPublisher | None
+
+    def publish(self, version: int, model: MegatronModel) -> None:
+        tensors = export_hf(model)
+        if self.publisher is not None:
+            self.publisher.publish(version, tensors)
+
+
+@dataclass
+class DiskPublishing(Publishing):
+    """Every rank writes its share below ``root``, which all ranks and workers see; rank 0 names the version."""
+
+    root: Path
+    config: WeightsConfig
+    topology: Topology
+    publisher: WeightPublisher | None
+    _shares: list[Outgoing] | None = field(default=None, init=False)
+    _published: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.topology.rank == 0:
+            directory.prepare_root(self.root)
+
+    def publish(self, version: int, model: MegatronModel) -> None:
+        epoch = self._begin(version)
+        if self._shares is None:
+            self._shares = outgoing(model)
+        path, error = directory.unfinished_path(self.root, version, epoch), None
+        mine = [info for share in self._shares if share.mine for info in share.infos]
+        rows = stream_rows(model, self._shares, self.config.bucket_bytes)
+        try:
+            directory.write_share(path, self.topology.rank, mine, rows, shard_bytes=self.config.shard_bytes)
+        except OSError as failure:
+            error = failure
+        failed = [rank for rank, lost in enumerate(gather_counts(error is not None)) if lost]
+        if failed:
+            self._give_up(path)
+            reason = error or "its own message says why"
+            raise RuntimeError(f"rank {failed[0]} could not write weights {version} to {path}: {reason}") from error
+        if self.publisher is not None:
+            names = hf_names(model.hf_config, model.role)
+            ready = directory.complete(self.root, version, epoch, self.topology.world_size, names)
+            self.publisher.publish_directory(ready)
+
+    def _begin(self, version: int) -> str:
+        """Make the version's hidden directory; the publisher's epoch, on every rank."""
+        epoch = None
+        if self.publisher is not None:
+            self.publisher.make_room(version)
+            if self._published:  # before, live receivers of an earlier life may not have said what they need
+                directory.prune(self.root, self.publisher.needed())
+            self._published = True
+            epoch = self.publisher.epoch.encode()
+            directory.unfinished_path(self.root, version, self.publisher.epoch).mkdir()
+        return self.topology.broadcast_bytes(epoch).decode()
+
+    def _give_up(self, path: Path) -> None:
+        if self.topology.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def make_publishing(
+    run: RunDirectory, config: Config, topology: Topology, publisher: WeightPublisher | None
+) -> Publishing:
+    """The transport that the config asks for."""
+    if config.weight_transport == "disk":
+        return DiskPublishing(run.published(config), config.weights, topology, publisher)
+    return StreamPublishing(publisher)
