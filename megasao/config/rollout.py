@@ -15,6 +15,9 @@ class EnvironmentConfig(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="Passed to the environment, which checks every key."
     )
+    template_variables: dict[str, Any] = Field(
+        default_factory=dict, description="Variables of the checkpoint's chat template, such as enable_thinking."
+    )
     max_turns: int = Field(8, ge=1, description="Most turns of an episode.")
     max_tokens: int = Field(110, ge=2, description="Most tokens of an episode, observations included.")
     max_turn_tokens: int = Field(16, ge=1, description="Most tokens the model may generate in one turn.")

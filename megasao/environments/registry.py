@@ -14,6 +14,7 @@ from megasao.environments.code_agent import CodeAgentEnvironment
 from megasao.environments.mathematics import MathEnvironment
 from megasao.environments.options import nearest
 from megasao.environments.reasoning_gym import ReasoningGymEnvironment
+from megasao.environments.tool_agent import ToolEnvironment
 
 _ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     CalculatorEnvironment.name: CalculatorEnvironment.from_options,
@@ -21,6 +22,7 @@ _ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     CodeAgentEnvironment.name: CodeAgentEnvironment.from_options,
     MathEnvironment.name: MathEnvironment.from_options,
     ReasoningGymEnvironment.name: ReasoningGymEnvironment.from_options,
+    ToolEnvironment.name: ToolEnvironment.from_options,
 }
 
 

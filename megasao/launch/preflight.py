@@ -65,7 +65,7 @@ def _tokenizer(config: Config) -> list[Problem]:
 
     environment, path = make_environment(config.environment), Path(config.model.path)
     try:
-        codec = TokenizerCodec.from_directory(path)
+        codec = TokenizerCodec.from_directory(path, config.environment.template_variables)
         codec.stop_ids(environment)
         for index in range(_SAMPLE_PROMPTS):
             codec.encode_prompt(environment.prompt("train", index))

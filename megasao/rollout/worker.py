@@ -90,7 +90,7 @@ async def _serve(
 ) -> None:
     """Connect, wait for the first weights, and serve until the controller says stop."""
     environment = make_environment(config.environment)
-    codec = TokenizerCodec.from_directory(run.policy_path(config))
+    codec = TokenizerCodec.from_directory(run.policy_path(config), config.environment.template_variables)
     train, evaluate = (
         EpisodeRunner.build(environment, engine, codec, config.environment) for engine in (training, evaluation)
     )
