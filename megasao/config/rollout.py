@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from megasao.config.base import Section
+from megasao.config.compaction import CompactionConfig
 from megasao.config.sglang import SGLangConfig
 
 
@@ -20,8 +21,16 @@ class EnvironmentConfig(Section):
     )
     max_turns: int = Field(8, ge=1, description="Most turns of an episode.")
     max_tokens: int = Field(110, ge=2, description="Most tokens of an episode, observations included.")
+    compaction: CompactionConfig | None = Field(
+        None, description="Episodes of several segments, each of up to max_tokens; null ends them where they are full."
+    )
     max_turn_tokens: int = Field(16, ge=1, description="Most tokens the model may generate in one turn.")
     episode_timeout_s: float = Field(60.0, gt=0, description="Longest life of an episode; then it is excluded.")
+
+    @property
+    def longest_episode(self) -> int:
+        """Most tokens of an episode over all its segments."""
+        return self.max_tokens * (self.compaction.max_segments if self.compaction is not None else 1)
 
 
 class EmbeddedEngineConfig(Section):

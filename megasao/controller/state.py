@@ -179,9 +179,11 @@ class ControllerState:
             return "routed_experts: null, and actor.router_replay needs them"
         if self.config.wants_versions and summary.newest_version is None:
             return "weight_versions: null, and the objective needs them"
-        if summary.tokens > self.config.environment.max_tokens:
-            limit = self.config.environment.max_tokens
-            return f"tokens: {summary.tokens}, above environment.max_tokens = {limit}"
+        environment = self.config.environment
+        if summary.tokens > environment.longest_episode:
+            segments = environment.longest_episode // environment.max_tokens
+            times = f" in {segments} segments" if segments > 1 else ""
+            return f"tokens: {summary.tokens}, above environment.max_tokens = {environment.max_tokens}{times}"
         return None
 
     def accept(self, summary: Summary) -> None:

@@ -98,6 +98,10 @@ class TokenizerCodec:
                 raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size} tokens")
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+    def plain(self, text: str) -> str:
+        """``text`` without the special tokens in it."""
+        return self._tokenizer.decode(self.encode(text), skip_special_tokens=True)
+
     def token_text(self, token: int) -> str:
         """The text of one id."""
         return self.decode([token])

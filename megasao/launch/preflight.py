@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megasao.config import Config
 from megasao.config.architecture import read_hf_config
@@ -10,6 +11,10 @@ from megasao.config.document import Document, KeyPath
 from megasao.config.errors import ConfigError, Problem
 from megasao.config.model_check import check_model
 from megasao.config.suggest import nearest
+
+if TYPE_CHECKING:
+    from megasao.environments.base import Prompt
+    from megasao.environments.encoding import TokenizerCodec
 
 _SAMPLE_PROMPTS = 32
 """Enough for every character that prompts are made of to appear."""
@@ -75,6 +80,25 @@ def _tokenizer(config: Config) -> list[Problem]:
     if codec.vocab_size > entries:
         reason = f"{path} has a tokenizer of {codec.vocab_size} tokens, but config.json says vocab_size = {entries}"
         return [Problem("model.path", reason)]
+    return _compaction(config, environment.prompt("train", 0), codec)
+
+
+def _compaction(config: Config, prompt: "Prompt", codec: "TokenizerCodec") -> list[Problem]:
+    """A request for summaries that the tokenizer cannot write, or that leaves no room for work."""
+    from megasao.environments.base import StepResult
+    from megasao.rollout.compaction import Compaction
+
+    if config.environment.compaction is None:
+        return []
+    compaction, path = Compaction(config.environment.compaction, codec), "environment.compaction"
+    try:
+        reserve = compaction.reserve(prompt)
+        needed = max(len(codec.encode_prompt(prompt)), len(compaction.resume(prompt, [], StepResult("", 0.0, False))))
+    except ValueError as error:
+        return [Problem(path, str(error))]
+    if needed + reserve >= (window := config.environment.max_tokens):
+        reason = f"the prompt of {needed} tokens, the request and a summary need {needed + reserve} tokens and more"
+        return [Problem(path, f"{reason}; environment.max_tokens = {window}")]
     return []
 
 

@@ -31,6 +31,38 @@ CASES = [
         "environment.max_turn_tokens",
         "episode",
     ),
+    (
+        [
+            "environment.compaction.max_segments=4",
+            "environment.compaction.summary_tokens=9",
+            "trainer.token_budget=439",
+        ],
+        [
+            "environment.compaction.max_segments=4",
+            "environment.compaction.summary_tokens=9",
+            "trainer.token_budget=440",
+        ],
+        "trainer.token_budget",
+        "110 in 4 segments does not fit a packed row of 439 tokens; use a budget of at least 440",
+    ),
+    (
+        ["environment.compaction.summary_tokens=56"],
+        ["environment.compaction.summary_tokens=55"],
+        "environment.compaction.summary_tokens",
+        "more than half of environment.max_tokens = 110",
+    ),
+    (
+        ["environment.compaction.summary_tokens=9", "environment.compaction.resume=go on"],
+        ["environment.compaction.summary_tokens=9", "environment.compaction.resume=so {summary}"],
+        "environment.compaction.resume",
+        "expected {summary} in it",
+    ),
+    (
+        ["environment.template_variables={tools: []}"],
+        ["environment.template_variables={enable_thinking: false}"],
+        "environment.template_variables.tools",
+        "is set by megasao for every prompt",
+    ),
     (["trainer.token_budget=109"], ["trainer.token_budget=110"], "trainer.token_budget", "at least 110"),
     (["buffer.lease_timeout_s=59"], ["buffer.lease_timeout_s=60"], "buffer.lease_timeout_s", "episode_timeout_s"),
     (["rollout.weight_versions=never"], ["rollout.weight_versions=always"], "rollout.weight_versions", "use auto"),

@@ -180,6 +180,26 @@ def test_what_does_not_belong_to_a_lease_is_refused():
     assert verdict() is None
 
 
+def test_an_episode_of_several_segments_is_one_trajectory_up_to_their_number():
+    state = ready(
+        make_config(
+            environment={"compaction": {"max_segments": 2, "summary_tokens": 9}}, trainer={"token_budget": 8192}
+        )
+    )
+    [lease, *_] = granted(state, 0.0)
+
+    def verdict(tokens):
+        mask = [index % 2 == 1 for index in range(tokens)]
+        columns = {"tokens": [1] * tokens, "action_mask": mask, "rewards": [0.0] * tokens}
+        logprobs = [-1.0 * acted for acted in mask]
+        row = trajectory(lease, **columns, rollout_logprobs=logprobs, turn_starts=[1], segment_starts=[0, 100])
+        [summary] = summarise(to_batch([row]))
+        return state.screen(summary)
+
+    assert verdict(220) is None
+    assert verdict(221) == "tokens: 221, above environment.max_tokens = 110 in 2 segments"
+
+
 def test_a_trajectory_without_the_experts_that_are_to_be_replayed_is_refused():
     state = ready(make_config(actor={"router_replay": True}))
     [lease, *_] = granted(state, 0.0)
