@@ -109,6 +109,19 @@ def conversations(config: "Config") -> Iterator[Problem]:
         yield Problem("environment.compaction.resume", reason)
 
 
+def benchmarks(config: "Config") -> Iterator[Problem]:
+    """Benchmarks in the background fit the run's engines, each once."""
+    names, window, longest = config.evaluation.benchmarks, config.environment.max_tokens, config.benchmarks.max_tokens
+    if len(set(names)) < len(names):
+        yield Problem("evaluation.benchmarks", f"the same name twice in {', '.join(names)}; name each once")
+    if names and longest > window:
+        reason = (
+            f"{longest} tokens are more than the run's engines have room for (environment.max_tokens = {window}), and "
+            f"evaluation.benchmarks are asked there; use at most {window}"
+        )
+        yield Problem("benchmarks.max_tokens", reason)
+
+
 def waits(config: "Config") -> Iterator[Problem]:
     """An outer wait must be longer than what it waits for."""
     episode = config.environment.episode_timeout_s
@@ -298,6 +311,7 @@ RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     schedules,
     lengths,
     conversations,
+    benchmarks,
     waits,
     exposure,
     router_replay,

@@ -83,6 +83,13 @@ class EvaluationConfig(Section):
     every: int = Field(25, ge=0, description="Actor steps between evaluations; 0 evaluates only at the end.")
     problems: int = Field(512, ge=1, description="Held-out problems per evaluation.")
     sampled: bool = Field(True, description="Also measure success when sampling at T = 1.")
+    benchmarks: list[str] = Field(
+        default_factory=list,
+        description="Benchmarks of `megasao eval --list` to measure as well, with the settings of section benchmarks.",
+    )
+    concurrency: int = Field(
+        64, ge=1, description="Evaluation episodes in flight per worker, on its evaluation engine, beside the rollouts."
+    )
     timeout_s: float = Field(300.0, gt=0, description="Longest wait for the last evaluation.")
 
 

@@ -24,6 +24,7 @@ def preflight(config: Config, document: Document) -> bool:
     """Check everything at once; ConfigError with places from ``document``. False if the model is not there yet."""
     problems = [
         *_environment(config),
+        *_benchmarks(config),
         *_buffer(config),
         *_packages(config),
         *_operators(config),
@@ -60,6 +61,17 @@ def _environment(config: Config) -> list[Problem]:
         if colon and path.startswith("environment."):
             return [Problem(path, reason)]
         return [Problem("environment.options", str(error))]
+    return []
+
+
+def _benchmarks(config: Config) -> list[Problem]:
+    """A benchmark of the run that is not known, or whose file cannot be had."""
+    from megasao.evaluation.background import background_benchmarks
+
+    try:
+        background_benchmarks(config)
+    except ValueError as error:
+        return [Problem("evaluation.benchmarks", str(error).removeprefix("evaluation.benchmarks: "))]
     return []
 
 

@@ -130,7 +130,10 @@ def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused(tmp_path: Path
 def test_summaries_that_the_tokenizer_cannot_ask_for_are_refused(tmp_path: Path) -> None:
     changes = [model(tmp_path / "model"), "environment.compaction.summary_tokens=50", "trainer.token_budget=8192"]
     assert "environment.compaction: the tokenizer has no token for" in megasao("check", LAPTOP, *changes).stderr
-    changes += ["environment.compaction.request=<result>", "environment.compaction.resume=<result>{summary}{observation}</result>"]
+    changes += [
+        "environment.compaction.request=<result>",
+        "environment.compaction.resume=<result>{summary}{observation}</result>",
+    ]
     assert megasao("check", LAPTOP, *changes).returncode == 0
     changes += [
         "environment.max_tokens=20",

@@ -63,6 +63,18 @@ CASES = [
         "environment.template_variables.tools",
         "is set by megasao for every prompt",
     ),
+    (
+        ["evaluation.benchmarks=[gsm8k]", "benchmarks.max_tokens=111"],
+        ["evaluation.benchmarks=[gsm8k]", "benchmarks.max_tokens=110"],
+        "benchmarks.max_tokens",
+        "more than the run's engines have room for",
+    ),
+    (
+        ["evaluation.benchmarks=[gsm8k, gsm8k]", "benchmarks.max_tokens=110"],
+        ["evaluation.benchmarks=[gsm8k, math500]", "benchmarks.max_tokens=110"],
+        "evaluation.benchmarks",
+        "the same name twice",
+    ),
     (["trainer.token_budget=109"], ["trainer.token_budget=110"], "trainer.token_budget", "at least 110"),
     (["buffer.lease_timeout_s=59"], ["buffer.lease_timeout_s=60"], "buffer.lease_timeout_s", "episode_timeout_s"),
     (["rollout.weight_versions=never"], ["rollout.weight_versions=always"], "rollout.weight_versions", "use auto"),
