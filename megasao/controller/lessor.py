@@ -11,7 +11,7 @@ from megasao.config import Config
 from megasao.controller.groups import GroupBook
 from megasao.controller.leases import Key, LeaseBook
 from megasao.environments.base import Environment, Prompt, Split
-from megasao.evaluation.background import BackgroundBenchmark
+from megasao.environments.benchmarks.background import BackgroundBenchmark
 from megasao.transport.messages import Lease
 
 

@@ -7,8 +7,8 @@ from megasao.config import Config
 from megasao.config.rundir import RunDirectory
 from megasao.controller.recovery import Opened
 from megasao.controller.server import ControllerServer
+from megasao.environments.benchmarks.background import background_benchmarks
 from megasao.environments.registry import make_environment
-from megasao.evaluation.background import background_benchmarks
 from megasao.transport.keys import load_keys
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from megasao.config.rundir import RunDirectory
 from megasao.controller.leases import granted_version
 from megasao.controller.state import ControllerState
 from megasao.environments.base import Environment
-from megasao.evaluation.background import BackgroundBenchmark
+from megasao.environments.benchmarks.background import BackgroundBenchmark
 from megasao.observability.jsonl import parse_lines
 from megasao.trajectories.buffer import Summary, summarise
 from megasao.trajectories.journal import SEGMENT_BYTES, Journal

@@ -24,7 +24,7 @@ from megasao.controller.intake import Intake
 from megasao.controller.recovery import Opened
 from megasao.controller.state import ControllerState
 from megasao.environments.base import Environment
-from megasao.evaluation.background import BackgroundBenchmark
+from megasao.environments.benchmarks.background import BackgroundBenchmark
 from megasao.observability.metrics import MetricsWriter
 from megasao.trajectories.ipc import to_ipc
 from megasao.transport.codec import MalformedMessage, decode, encode

@@ -23,7 +23,7 @@ from megasao.controller.lessor import Lessor
 from megasao.controller.prompts import PromptSource
 from megasao.controller.workers import Worker, WorkerBook
 from megasao.environments.base import Environment
-from megasao.evaluation.background import BackgroundBenchmark
+from megasao.environments.benchmarks.background import BackgroundBenchmark
 from megasao.trajectories.buffer import Summary
 from megasao.trajectories.ledger import Batch, Dropped, EvaluationStarted, Failed, GaveUp, Record, Started
 from megasao.transport.messages import EvaluationResult, Lease, Manifest, ManifestEntry, Waiting

@@ -17,14 +17,14 @@ from pathlib import Path
 from megasao.config import Config
 from megasao.environments.answers import find_answer
 from megasao.environments.base import EnvironmentFailure
+from megasao.environments.benchmarks.background import benchmark_environment, benchmark_limits
+from megasao.environments.benchmarks.sources import fingerprint, locate
+from megasao.environments.benchmarks.table import Benchmark
 from megasao.environments.encoding import TokenizerCodec
 from megasao.environments.mathematics import GRADERS, MathEnvironment
 from megasao.environments.splits import text_hash
 from megasao.environments.verifiers.pool import VerifierPool
-from megasao.evaluation.background import benchmark_environment, benchmark_limits
-from megasao.evaluation.benchmarks import Benchmark
 from megasao.evaluation.records import Manifest, Record, ResultDirectory
-from megasao.evaluation.sources import fingerprint, locate
 from megasao.rollout.engines.embedded import EmbeddedEngine
 from megasao.rollout.episode import EpisodeRunner
 from megasao.rollout.service import failure_reason

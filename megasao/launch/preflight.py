@@ -66,7 +66,7 @@ def _environment(config: Config) -> list[Problem]:
 
 def _benchmarks(config: Config) -> list[Problem]:
     """A benchmark of the run that is not known, or whose file cannot be had."""
-    from megasao.evaluation.background import background_benchmarks
+    from megasao.environments.benchmarks.background import background_benchmarks
 
     try:
         background_benchmarks(config)

@@ -13,9 +13,9 @@ import zmq.asyncio
 from megasao.config import Config
 from megasao.config.lifesign import LifeSign
 from megasao.config.rundir import RunDirectory, engine_names
+from megasao.environments.benchmarks.background import background_benchmarks, benchmark_limits
 from megasao.environments.encoding import TokenizerCodec
 from megasao.environments.registry import make_environment
-from megasao.evaluation.background import background_benchmarks, benchmark_limits
 from megasao.rollout.engines.base import Engine
 from megasao.rollout.engines.embedded import EmbeddedEngine
 from megasao.rollout.episode import EpisodeRunner

@@ -12,7 +12,7 @@ from megasao.controller.batches import BatchBook
 from megasao.controller.leases import Key, make_lease_id, parse_lease_id
 from megasao.controller.lessor import episode_seed
 from megasao.controller.prompts import IndexSet
-from megasao.evaluation.background import background_benchmarks
+from megasao.environments.benchmarks.background import background_benchmarks
 from megasao.trajectories.buffer import summarise
 from megasao.trajectories.ledger import Batch, GaveUp, Started
 from megasao.trajectories.schema import to_batch

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from megasao.config import Config
 from megasao.config.rollout import EnvironmentConfig
+from megasao.environments.benchmarks.sources import locate
+from megasao.environments.benchmarks.table import BENCHMARKS, Benchmark
 from megasao.environments.mathematics import GRADERS, MathEnvironment, MathOptions
 from megasao.environments.options import nearest
 from megasao.environments.rows import load_problems
 from megasao.environments.verifiers.pool import VerifierPool
-from megasao.evaluation.benchmarks import BENCHMARKS, Benchmark
-from megasao.evaluation.sources import locate
 
 
 @dataclass(frozen=True)
