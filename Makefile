@@ -59,10 +59,11 @@ sandbox:
 		&& apt-get install -y -qq bubblewrap >/dev/null) || echo "note: bubblewrap is missing and was not installed"
 
 # Optional packages with tests; one of reasoning-gym's own dependencies needs a C compiler.
-EXTRAS = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["reasoning-gym"])
+EXTRAS = import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	print(*extras["reasoning-gym"], *extras["gymnasium"])
 extras: setup
-	@$(BIN)/python -c '$(EXTRAS)' | xargs $(BIN)/python -m pip install --quiet \
-		|| echo "note: reasoning-gym was not installed; its tests are skipped"
+	@$(BIN)/python -c '$(EXTRAS)' | xargs -n 1 $(BIN)/python -m pip install --quiet \
+		|| echo "note: reasoning-gym or gymnasium was not installed; its tests are skipped"
 
 # Where SGLang cannot be installed its tests are skipped, and say so; continuous integration (.ci/run) insists on it.
 test: lint sandbox extras

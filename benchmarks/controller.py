@@ -155,7 +155,7 @@ def through_controller(directory: Path, messages: list[list[Trajectory]]) -> tup
 def lease_and_send(socket: "zmq.Socket[bytes]", messages: list[list[Trajectory]]) -> tuple[float, int]:
     """Take as many leases as there are rows, then stream the rows."""
     socket.send_multipart(encode(Hello("rollout-0", "rollout")))
-    socket.send_multipart(encode(Credit(sum(map(len, messages)), 0)))
+    socket.send_multipart(encode(Credit(sum(map(len, messages)), 0, 0)))
     leases: list[Lease] = []
     while len(leases) < sum(map(len, messages)):
         message, _ = decode(receive(socket), ToWorker)

@@ -150,7 +150,7 @@ def evaluate(
 ) -> None:
     """Measure a checkpoint on benchmarks: mean@k, pass@k, maj@k with intervals, and every response in Arrow files."""
     if show_list:
-        from megasao.evaluation.benchmarks import markdown_table
+        from megasao.environments.benchmarks.table import markdown_table
 
         typer.echo(markdown_table())
         return

@@ -84,12 +84,42 @@ def lengths(config: "Config") -> Iterator[Problem]:
         config.environment.max_tokens,
         config.trainer.token_budget,
     )
+    compaction, longest = config.environment.compaction, config.environment.longest_episode
     if turn > episode:
         reason = f"one turn of {turn} tokens is longer than a whole episode, environment.max_tokens = {episode}"
         yield Problem("environment.max_turn_tokens", reason)
-    if row < episode:
-        reason = f"an episode of environment.max_tokens = {episode} does not fit a packed row of {row} tokens"
-        yield Problem("trainer.token_budget", f"{reason}; use a budget of at least {episode}")
+    if row < longest:
+        segments = f" in {compaction.max_segments} segments" if compaction is not None else ""
+        reason = f"an episode of environment.max_tokens = {episode}{segments} does not fit a packed row of {row} tokens"
+        yield Problem("trainer.token_budget", f"{reason}; use a budget of at least {longest}")
+
+
+def conversations(config: "Config") -> Iterator[Problem]:
+    """A summary leaves room for work and reaches the next segment; the chat template's own variables stay its own."""
+    environment, compaction = config.environment, config.environment.compaction
+    for name in sorted({"messages", "tools", "add_generation_prompt"} & set(environment.template_variables)):
+        yield Problem(f"environment.template_variables.{name}", "is set by megasao for every prompt; leave it out")
+    if compaction is None:
+        return
+    if 2 * compaction.summary_tokens > environment.max_tokens:
+        reason = f"{compaction.summary_tokens} tokens are more than half of environment.max_tokens"
+        yield Problem("environment.compaction.summary_tokens", f"{reason} = {environment.max_tokens}; use fewer")
+    if "{summary}" not in compaction.resume:
+        reason = f"expected {{summary}} in it, got {compaction.resume!r}: the model would forget what it did"
+        yield Problem("environment.compaction.resume", reason)
+
+
+def benchmarks(config: "Config") -> Iterator[Problem]:
+    """Benchmarks in the background fit the run's engines, each once."""
+    names, window, longest = config.evaluation.benchmarks, config.environment.max_tokens, config.benchmarks.max_tokens
+    if len(set(names)) < len(names):
+        yield Problem("evaluation.benchmarks", f"the same name twice in {', '.join(names)}; name each once")
+    if names and longest > window:
+        reason = (
+            f"{longest} tokens are more than the run's engines have room for (environment.max_tokens = {window}), and "
+            f"evaluation.benchmarks are asked there; use at most {window}"
+        )
+        yield Problem("benchmarks.max_tokens", reason)
 
 
 def waits(config: "Config") -> Iterator[Problem]:
@@ -316,6 +346,8 @@ RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     steps,
     schedules,
     lengths,
+    conversations,
+    benchmarks,
     waits,
     weight_waits,
     exposure,

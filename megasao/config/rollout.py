@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from megasao.config.base import Section
+from megasao.config.compaction import CompactionConfig
 from megasao.config.sglang import SGLangConfig
 
 
@@ -15,10 +16,21 @@ class EnvironmentConfig(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="Passed to the environment, which checks every key."
     )
+    template_variables: dict[str, Any] = Field(
+        default_factory=dict, description="Variables of the checkpoint's chat template, such as enable_thinking."
+    )
     max_turns: int = Field(8, ge=1, description="Most turns of an episode.")
     max_tokens: int = Field(110, ge=2, description="Most tokens of an episode, observations included.")
+    compaction: CompactionConfig | None = Field(
+        None, description="Episodes of several segments, each of up to max_tokens; null ends them where they are full."
+    )
     max_turn_tokens: int = Field(16, ge=1, description="Most tokens the model may generate in one turn.")
     episode_timeout_s: float = Field(60.0, gt=0, description="Longest life of an episode; then it is excluded.")
+
+    @property
+    def longest_episode(self) -> int:
+        """Most tokens of an episode over all its segments."""
+        return self.max_tokens * (self.compaction.max_segments if self.compaction is not None else 1)
 
 
 class EmbeddedEngineConfig(Section):
@@ -71,6 +83,13 @@ class EvaluationConfig(Section):
     every: int = Field(25, ge=0, description="Actor steps between evaluations; 0 evaluates only at the end.")
     problems: int = Field(512, ge=1, description="Held-out problems per evaluation.")
     sampled: bool = Field(True, description="Also measure success when sampling at T = 1.")
+    benchmarks: list[str] = Field(
+        default_factory=list,
+        description="Benchmarks of `megasao eval --list` to measure as well, with the settings of section benchmarks.",
+    )
+    concurrency: int = Field(
+        64, ge=1, description="Evaluation episodes in flight per worker, on its evaluation engine, beside the rollouts."
+    )
     timeout_s: float = Field(300.0, gt=0, description="Longest wait for the last evaluation.")
 
 

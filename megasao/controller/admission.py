@@ -25,7 +25,7 @@ class Admission:
     @classmethod
     def from_config(cls, config: Config) -> "Admission":
         """ValueError where one batch does not fit into ``buffer.max_bytes``."""
-        worst = config.environment.max_tokens * _BYTES_PER_TOKEN + _ROW_OVERHEAD_BYTES
+        worst = config.environment.longest_episode * _BYTES_PER_TOKEN + _ROW_OVERHEAD_BYTES
         need = worst * config.loop.batch_size
         if need > config.buffer.max_bytes:
             raise ValueError(

@@ -8,6 +8,7 @@ Invariants:
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +65,8 @@ class Evaluation:
 class EvaluationBook:
     """All evaluations of a run: the finished ones by name, the open ones in order of asking."""
 
-    def __init__(self, problems: int, max_attempts: int, finished: set[str]) -> None:
+    def __init__(self, problems: Callable[[str], int], max_attempts: int, finished: set[str]) -> None:
+        """``problems``: how many episodes an evaluation of a mode has."""
         self._problems = problems
         self._max_attempts = max_attempts
         self._finished = set(finished)
@@ -79,7 +81,8 @@ class EvaluationBook:
         """Begin, unless it was asked for before; whether it is new."""
         if asked.evaluation_id in self._finished or asked.evaluation_id in self._open:
             return False
-        self._open[asked.evaluation_id] = Evaluation(asked, self._problems, now, deque(range(self._problems)))
+        problems = self._problems(asked.mode)
+        self._open[asked.evaluation_id] = Evaluation(asked, problems, now, deque(range(problems)))
         return True
 
     def take(self, version: int | None) -> tuple[Evaluation, int] | None:

@@ -26,6 +26,11 @@ class Key:
         """Whether its result is a trajectory to train on."""
         return self.stream == TRAIN
 
+    @property
+    def mode(self) -> str:
+        """What an evaluation measures: greedy, sampled, or a benchmark; ``train`` for training."""
+        return self.stream.rpartition("/")[2]
+
 
 def make_lease_id(key: Key, generation: int, attempt: int, version: int | None = None) -> str:
     """The name of an attempt; ``generation`` counts controller starts, so that no name is ever used twice.
@@ -103,9 +108,10 @@ class LeaseBook:
         """All leases, oldest first."""
         return list(self._held.values())
 
-    def count(self, peer: bytes) -> int:
-        """How many leases a worker holds."""
-        return len(self._by_peer.get(peer, ()))
+    def count(self, peer: bytes, *, training: bool) -> int:
+        """How many training or evaluation leases a worker holds."""
+        mine = self._by_peer.get(peer, ())
+        return sum(self._held[lease_id].key.is_training == training for lease_id in mine)
 
     @property
     def training(self) -> int:

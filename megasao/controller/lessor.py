@@ -5,29 +5,41 @@ again, also after a restart, is the same episode.
 """
 
 import hashlib
+from collections.abc import Mapping
 
 from megasao.config import Config
 from megasao.controller.groups import GroupBook
 from megasao.controller.leases import Key, LeaseBook
 from megasao.environments.base import Environment, Prompt, Split
+from megasao.environments.benchmarks.background import BackgroundBenchmark
 from megasao.transport.messages import Lease
 
 
 class Lessor:
     """Makes leases; it does not decide which."""
 
-    def __init__(self, config: Config, environment: Environment, leases: LeaseBook, groups: GroupBook) -> None:
+    def __init__(
+        self,
+        config: Config,
+        environment: Environment,
+        leases: LeaseBook,
+        groups: GroupBook,
+        benchmarks: Mapping[str, BackgroundBenchmark],
+    ) -> None:
         self._seed = config.run.seed
         self._want_logprobs = config.wants_logprobs
         self._want_versions = config.wants_versions
         self._want_routed_experts = config.actor.router_replay
         self._environment = environment
+        self._benchmarks = benchmarks
         self._leases = leases
         self._groups = groups
 
     def prompt(self, key: Key) -> Prompt:
         """The problem that ``key`` names."""
-        return self._environment.prompt(*self._problem(key))
+        benchmark = self._benchmarks.get(key.mode)
+        environment = self._environment if benchmark is None else benchmark.environment
+        return environment.prompt(*self._problem(key))
 
     def make(self, key: Key, temperature: float, min_version: int) -> Lease:
         """A new lease on ``key``, under a name of its own."""
@@ -52,12 +64,14 @@ class Lessor:
         )
 
     def _problem(self, key: Key) -> tuple[Split, int]:
-        """Split and number of the environment's problem; the rollouts of a group share it."""
-        return ("train", self._groups.prompt_index(key.index)) if key.is_training else ("eval", key.index)
+        """Split and number of the environment's problem; the rollouts of a group, or samples, share it."""
+        if key.is_training:
+            return "train", self._groups.prompt_index(key.index)
+        benchmark = self._benchmarks.get(key.mode)
+        return "eval", key.index if benchmark is None else benchmark.problem(key.index)
 
 
 def episode_seed(run_seed: int, key: Key) -> int:
     """31 bits. All evaluations of one mode use the same seeds: what differs between them is the weights."""
-    mode = key.stream.rpartition("/")[2]
-    digest = hashlib.blake2b(f"{run_seed}/{mode}/{key.index}".encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(f"{run_seed}/{key.mode}/{key.index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1

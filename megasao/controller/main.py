@@ -7,6 +7,7 @@ from megasao.config import Config
 from megasao.config.rundir import RunDirectory
 from megasao.controller.recovery import Opened
 from megasao.controller.server import ControllerServer
+from megasao.environments.benchmarks.background import background_benchmarks
 from megasao.environments.registry import make_environment
 from megasao.transport.keys import load_keys
 
@@ -21,7 +22,15 @@ def run(run: RunDirectory, config: Config) -> None:
     keys = load_keys(run.keys) if config.transport.curve else None
     environment = make_environment(config.environment)
     opened = Opened(run, lock_wait_s=LOCK_WAIT_S)
-    server = ControllerServer(run, config, environment, opened, address=run.read_endpoints().controller, keys=keys)
+    server = ControllerServer(
+        run,
+        config,
+        environment,
+        opened,
+        address=run.read_endpoints().controller,
+        keys=keys,
+        benchmarks=background_benchmarks(config),
+    )
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     if opened.journal.discarded_bytes:
         logger.warning("cut off %d bytes of a torn write at the end of the journal", opened.journal.discarded_bytes)

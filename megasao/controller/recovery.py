@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +18,7 @@ from megasao.config.rundir import RunDirectory
 from megasao.controller.leases import granted_version
 from megasao.controller.state import ControllerState
 from megasao.environments.base import Environment
+from megasao.environments.benchmarks.background import BackgroundBenchmark
 from megasao.observability.jsonl import parse_lines
 from megasao.trajectories.buffer import Summary, summarise
 from megasao.trajectories.journal import SEGMENT_BYTES, Journal
@@ -62,7 +64,14 @@ class Opened:
             self.store.add(batch, location)
             self._journaled.extend(summarise(batch, granted_version))
 
-    def state(self, config: Config, environment: Environment, *, now: float) -> ControllerState:
+    def state(
+        self,
+        config: Config,
+        environment: Environment,
+        *,
+        now: float,
+        benchmarks: Mapping[str, BackgroundBenchmark] | None = None,
+    ) -> ControllerState:
         """The controller's state as of the last durable record."""
         return ControllerState(
             config,
@@ -71,6 +80,7 @@ class Opened:
             journaled=self._journaled,
             finished_evaluations=self.evaluations.finished,
             now=now,
+            benchmarks=benchmarks,
         )
 
     def close(self) -> None:

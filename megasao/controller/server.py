@@ -12,6 +12,7 @@ Invariants:
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import zmq
@@ -23,6 +24,7 @@ from megasao.controller.intake import Intake
 from megasao.controller.recovery import Opened
 from megasao.controller.state import ControllerState
 from megasao.environments.base import Environment
+from megasao.environments.benchmarks.background import BackgroundBenchmark
 from megasao.observability.metrics import MetricsWriter
 from megasao.trajectories.ipc import to_ipc
 from megasao.transport.codec import MalformedMessage, decode, encode
@@ -86,8 +88,9 @@ class ControllerServer:
         *,
         address: str,
         keys: CurveKeys | None = None,
+        benchmarks: Mapping[str, BackgroundBenchmark] | None = None,
     ) -> None:
-        self.state: ControllerState = opened.state(config, environment, now=time.monotonic())
+        self.state: ControllerState = opened.state(config, environment, now=time.monotonic(), benchmarks=benchmarks)
         self._run = run
         self._address = address
         self._config = config
@@ -168,7 +171,7 @@ class ControllerServer:
             case Hello():
                 self._answer(peer, self._welcome([]))
             case Credit():
-                if not self.state.credit(peer, message.free, message.weight_version, now):
+                if not self.state.credit(peer, message.free, message.weight_version, now, message.evaluation_free):
                     self._answer(peer, Refused(SAY_HELLO))
             case Heartbeat():
                 self.state.workers.reported(peer, message.stats, now)

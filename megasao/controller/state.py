@@ -9,7 +9,7 @@ Invariants:
 """
 
 import time as wall
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from megasao.controller.lessor import Lessor
 from megasao.controller.prompts import PromptSource
 from megasao.controller.workers import Worker, WorkerBook
 from megasao.environments.base import Environment
+from megasao.environments.benchmarks.background import BackgroundBenchmark
 from megasao.trajectories.buffer import Summary
 from megasao.trajectories.ledger import Batch, Dropped, EvaluationStarted, Failed, GaveUp, Record, Started
 from megasao.transport.messages import EvaluationResult, Lease, Manifest, ManifestEntry, Waiting
@@ -61,8 +62,10 @@ class ControllerState:
         finished_evaluations: set[str],
         now: float,
         wall_clock: Callable[[], float] = wall.time,
+        benchmarks: Mapping[str, BackgroundBenchmark] | None = None,
     ) -> None:
         self.config = config
+        self._benchmarks = benchmarks or {}
         self.generation = 1 + sum(isinstance(record, Started) for record in records)
         self.version: int | None = None
         """The weights that the trainer has reported last; None before its first request."""
@@ -77,10 +80,10 @@ class ControllerState:
             max_stale_share=config.loop.max_stale_share,
             groups=self.groups,
         )
-        self.evaluations = EvaluationBook(config.evaluation.problems, config.buffer.max_attempts, finished_evaluations)
+        self.evaluations = EvaluationBook(self._episodes_of, config.buffer.max_attempts, finished_evaluations)
         self.admission = Admission.from_config(config)
         self.counters: dict[str, float] = {}
-        self._lessor = Lessor(config, environment, self.leases, self.groups)
+        self._lessor = Lessor(config, environment, self.leases, self.groups, self._benchmarks)
         self._wall_clock = wall_clock
         self._training = False
         self._wanted: int | None = None
@@ -139,11 +142,13 @@ class ControllerState:
             self._end(lease_id, "returned/forgotten")
         return [*lost, *(lease_id for lease_id in active if not self._claim(lease_id, peer, now))]
 
-    def credit(self, peer: bytes, free: int, weight_version: int, now: float) -> bool:
-        """A worker can take ``free`` more episodes; whether the worker was known."""
+    def credit(self, peer: bytes, free: int, weight_version: int, now: float, evaluation_free: int = 0) -> bool:
+        """A worker can take ``free`` more rollouts and ``evaluation_free`` more evaluation episodes; whether the worker
+        was known."""
         known = peer in self.workers
         worker = self.workers.get(peer) or self.workers.add(peer, peer.decode(errors="replace"), now)
         worker.last_heard, worker.free, worker.weight_version = now, max(0, free), weight_version
+        worker.evaluation_free = max(0, evaluation_free)
         return known
 
     def lose(self, peer: bytes) -> None:
@@ -179,9 +184,11 @@ class ControllerState:
             return "routed_experts: null, and actor.router_replay needs them"
         if self.config.wants_versions and summary.newest_version is None:
             return "weight_versions: null, and the objective needs them"
-        if summary.tokens > self.config.environment.max_tokens:
-            limit = self.config.environment.max_tokens
-            return f"tokens: {summary.tokens}, above environment.max_tokens = {limit}"
+        environment = self.config.environment
+        if summary.tokens > environment.longest_episode:
+            segments = environment.longest_episode // environment.max_tokens
+            times = f" in {segments} segments" if segments > 1 else ""
+            return f"tokens: {summary.tokens}, above environment.max_tokens = {environment.max_tokens}{times}"
         return None
 
     def accept(self, summary: Summary) -> None:
@@ -224,10 +231,14 @@ class ControllerState:
         """Start the evaluations of ``step``, unless they were started before."""
         if self.version is None or version > self.version:
             self.version = version
-        for mode in ("greedy", "sampled") if self.config.evaluation.sampled else ("greedy",):
+        for mode in ("greedy", *(["sampled"] if self.config.evaluation.sampled else []), *self._benchmarks):
             asked = EvaluationStarted(f"step-{step:06d}/{mode}", step, mode, version)
             if self.evaluations.start(asked, now):
                 self._records.append(asked)
+
+    def _episodes_of(self, mode: str) -> int:
+        benchmark = self._benchmarks.get(mode)
+        return self.config.evaluation.problems if benchmark is None else benchmark.responses
 
     def checkpointed(self, step: int) -> None:
         """The checkpoint after ``step`` steps is complete."""
@@ -255,21 +266,34 @@ class ControllerState:
             self._fail(held.key, "lease_timeout")
 
     def grant(self, now: float) -> dict[bytes, list[Lease]]:
-        """New leases by worker: evaluations first, then training, spread over the workers with room."""
+        """New leases by worker, spread over the workers with room: evaluations, which take no room of training, then
+        training."""
         granted: dict[bytes, list[Lease]] = {}
         room = self._training_room()
-        rooms = {peer: self._room(peer) for peer in self.workers.peers}
+        self._spread(granted, now, training=False, next_lease=lambda peer: self._next_evaluation())
+        self._spread(granted, now, training=True, next_lease=lambda peer: self._next_training(peer, room, now))
+        return granted
+
+    def _spread(
+        self,
+        granted: dict[bytes, list[Lease]],
+        now: float,
+        *,
+        training: bool,
+        next_lease: Callable[[bytes], Lease | None],
+    ) -> None:
+        """One lease after another to each worker in turn, until there is none or no room."""
+        rooms = {peer: self._room(peer, training=training) for peer in self.workers.peers}
         while rooms:
             for peer in [peer for peer, free in rooms.items() if free == 0]:
                 del rooms[peer]
             for peer in rooms:
-                lease = self._next_lease(peer, room, now)
+                lease = next_lease(peer)
                 if lease is None:
-                    return granted
+                    return
                 rooms[peer] -= 1
                 self._give(lease, peer, now)
                 granted.setdefault(peer, []).append(lease)
-        return granted
 
     def training_room(self) -> int:
         """How many more training leases may be given now: what begun groups still lack, and whole new groups."""
@@ -353,19 +377,23 @@ class ControllerState:
                 self._recalled.setdefault(held.peer, []).append(held.lease_id)
                 self._end(held.lease_id, "returned/trainer_went_back")
 
-    def _room(self, peer: bytes) -> int:
+    def _room(self, peer: bytes, *, training: bool) -> int:
         worker = self.workers.get(peer)
         if worker is None:
             return 0
-        return max(0, min(worker.free, self.config.rollout.concurrency - self.leases.count(peer)))
+        free = worker.free if training else worker.evaluation_free
+        most = self.config.rollout.concurrency if training else self.config.evaluation.concurrency
+        return max(0, min(free, most - self.leases.count(peer, training=training)))
 
-    def _next_lease(self, peer: bytes, room: "TrainingRoom", now: float) -> Lease | None:
+    def _next_evaluation(self) -> Lease | None:
         problem = self.evaluations.take(self.version)
-        if problem is not None:
-            evaluation, index = problem
-            sampled = evaluation.asked.mode == "sampled"
-            key = Key(evaluation.asked.evaluation_id, index)
-            return self._lessor.make(key, float(sampled), evaluation.asked.version)
+        if problem is None:
+            return None
+        evaluation, index = problem
+        temperature = {"greedy": 0.0, "sampled": 1.0}.get(evaluation.asked.mode, self.config.benchmarks.temperature)
+        return self._lessor.make(Key(evaluation.asked.evaluation_id, index), temperature, evaluation.asked.version)
+
+    def _next_training(self, peer: bytes, room: "TrainingRoom", now: float) -> Lease | None:
         rollout = self._next_rollout(room, now) if self.version is not None else None
         if rollout is None or self.version is None:
             return None
@@ -406,7 +434,8 @@ class ControllerState:
         self.leases.put(Held(lease.lease_id, key, peer, expires, lease.min_version, lease.prompt_id))
         worker = self.workers.get(peer)
         assert isinstance(worker, Worker)
-        worker.free -= 1
+        worker.free -= key.is_training
+        worker.evaluation_free -= not key.is_training
 
     def _claim(self, lease_id: str, peer: bytes, now: float) -> bool:
         """A worker says it works on this lease; whether its result is still wanted."""

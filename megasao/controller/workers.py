@@ -2,7 +2,7 @@
 
 Invariants:
 - a worker that is silent for ``dead_after_s`` is gone, with all its leases;
-- a worker never holds more leases than its concurrency, whatever crosses on the wire.
+- a worker never holds more rollouts, or evaluation episodes, than their concurrency, whatever crosses on the wire.
 """
 
 import math
@@ -19,6 +19,7 @@ class Worker:
     name: str
     last_heard: float
     free: int = 0
+    evaluation_free: int = 0
     weight_version: int = 0
     stats: dict[str, float] = field(default_factory=dict)
 
@@ -45,7 +46,7 @@ class WorkerBook:
     def add(self, peer: bytes, name: str, now: float) -> Worker:
         """Register a worker, or hear of it again; it gets leases once it has said how many it can take."""
         worker = self._workers.setdefault(peer, Worker(peer, name, now))
-        worker.name, worker.last_heard, worker.free = name, now, 0
+        worker.name, worker.last_heard, worker.free, worker.evaluation_free = name, now, 0, 0
         return worker
 
     def get(self, peer: bytes) -> Worker | None:

@@ -45,10 +45,10 @@ def _until_closed(text: str, start: int) -> str | None:
     return None
 
 
-def last_tagged(text: str) -> str | None:
-    """The inside of the last ``<answer>...</answer>``."""
-    before, closing, _ = text.rpartition("</answer>")
-    _, opening, inside = before.rpartition("<answer>")
+def last_tagged(text: str, tag: str = "answer") -> str | None:
+    """The inside of the last ``<answer>...</answer>``, or of another ``tag``."""
+    before, closing, _ = text.rpartition(f"</{tag}>")
+    _, opening, inside = before.rpartition(f"<{tag}>")
     return inside if closing and opening else None
 
 

@@ -20,7 +20,8 @@ Split = Literal["train", "eval"]
 class Prompt:
     """One problem. ``payload`` is what the environment needs to run it (plain data).
 
-    With ``messages`` (role, content) the model sees these through its own chat template, and not ``text``.
+    With ``messages`` (role, content) the model sees these through its own chat template, and not ``text``; the template
+    also gets the declarations of ``tools``.
     """
 
     prompt_id: str
@@ -28,6 +29,7 @@ class Prompt:
     text: str
     payload: dict[str, Any]
     messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

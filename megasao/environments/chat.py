@@ -27,8 +27,8 @@ _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls
 class ChatTemplate:
     """Renders messages as text."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """``source``: Jinja; ``tokens``: the special tokens that it may name. ValueError for bad Jinja."""
+    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+        """``source``: Jinja; ``variables``: what it may name, such as special tokens. ValueError for bad Jinja."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
@@ -37,11 +37,14 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {error}") from error
-        self._tokens = dict(tokens)
+        self._variables = dict(variables)
 
     @classmethod
-    def from_directory(cls, directory: Path) -> "ChatTemplate | None":
-        """The template of a checkpoint: ``chat_template.jinja``, or the one in tokenizer_config.json; else None."""
+    def from_directory(cls, directory: Path, variables: Mapping[str, Any]) -> "ChatTemplate | None":
+        """The template of a checkpoint: ``chat_template.jinja``, or the one in tokenizer_config.json; else None.
+
+        It may name the checkpoint's special tokens and ``variables``.
+        """
         path = directory / "tokenizer_config.json"
         settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         file = directory / "chat_template.jinja"
@@ -52,14 +55,16 @@ class ChatTemplate:
             return None
         found = {name: settings.get(name) for name in _TOKENS}
         texts = {name: value["content"] if isinstance(value, dict) else value for name, value in found.items()}
-        return cls(source, {name: text for name, text in texts.items() if text is not None})
+        return cls(source, {**{name: text for name, text in texts.items() if text is not None}, **variables})
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """The text up to where the model begins its turn. ValueError for messages that the template refuses."""
+        """The text up to where the model begins its turn. ValueError for messages that the template refuses.
+
+        ``options`` are variables of the template, such as ``tools``.
+        """
+        variables = {"add_generation_prompt": True, "tools": None, **self._variables, **options}
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=True, tools=None, **self._tokens, **options
-            )
+            return self._template.render(messages=list(messages), **variables)
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {error}") from error
 

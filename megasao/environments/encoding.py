@@ -5,8 +5,9 @@ unknown-token id.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -27,8 +28,13 @@ class TokenizerCodec:
         self._unknown_id = tokenizer.token_to_id(unknown) if unknown else None
 
     @classmethod
-    def from_directory(cls, directory: str | Path) -> "TokenizerCodec":
-        """Read ``directory/tokenizer.json``; FileNotFoundError or ValueError names the file."""
+    def from_directory(
+        cls, directory: str | Path, template_variables: Mapping[str, Any] | None = None
+    ) -> "TokenizerCodec":
+        """Read ``directory/tokenizer.json``; FileNotFoundError or ValueError names the file.
+
+        ``template_variables`` are passed to the chat template whenever it is rendered.
+        """
         path = Path(directory) / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file; a checkpoint directory with a tokenizer.json is expected")
@@ -36,7 +42,8 @@ class TokenizerCodec:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path}: not a tokenizer file: {error}") from error
-        return cls(tokenizer, end_ids=_end_ids(path.parent), template=ChatTemplate.from_directory(path.parent))
+        template = ChatTemplate.from_directory(path.parent, template_variables or {})
+        return cls(tokenizer, end_ids=_end_ids(path.parent), template=template)
 
     @property
     def vocab_size(self) -> int:
@@ -56,13 +63,14 @@ class TokenizerCodec:
         """The ids with which an episode begins; ValueError where there are messages and no chat template."""
         if not prompt.messages:
             return self.encode(prompt.text)
-        return self.encode(self._chat(prompt).render(prompt.messages))
+        return self.encode(self._chat(prompt).render(prompt.messages, tools=list(prompt.tools) or None))
 
     def encode_observation(self, prompt: Prompt, answer: StepResult, last_token: int) -> list[int]:
         """The ids that follow a turn of the model ending in ``last_token``; the end of a turn is not written twice."""
         if not answer.messages:
             return self.encode(answer.observation)
-        ids = self.encode(self._chat(prompt).continuation(prompt.messages, answer.messages))
+        tools = list(prompt.tools) or None
+        ids = self.encode(self._chat(prompt).continuation(prompt.messages, answer.messages, tools=tools))
         return ids[1:] if ids[0] == last_token else ids
 
     def _chat(self, prompt: Prompt) -> ChatTemplate:
@@ -89,6 +97,10 @@ class TokenizerCodec:
             if self._tokenizer.id_to_token(token) is None:
                 raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size} tokens")
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def plain(self, text: str) -> str:
+        """``text`` without the special tokens in it."""
+        return self._tokenizer.decode(self.encode(text), skip_special_tokens=True)
 
     def token_text(self, token: int) -> str:
         """The text of one id."""

@@ -65,8 +65,6 @@ class MathOptions:
     """Address space of a grading process."""
 
     def __post_init__(self) -> None:
-        if not self.data:
-            raise ValueError("environment.options.data: missing; name a file or directory of problems")
         if "{problem}" not in self.template:
             raise ValueError(f"environment.options.template: expected {{problem}} in it, got {self.template!r}")
         if self.answer not in RULES:
@@ -124,7 +122,7 @@ class MathEnvironment(Environment):
         self._problems = _load(options) if problems is None else problems
         limits = Limits(options.verifiers, options.time_limit_s, options.memory_mb << 20)
         self._pool = pool or VerifierPool(GRADERS, limits)
-        self._sandbox = _sandbox(options)
+        self._sandbox = make_sandbox(options, "tool") if options.tool else None
         self._epoch = lru_cache(maxsize=2)(self._order)
 
     @classmethod
@@ -191,16 +189,14 @@ class MathEnvironment(Environment):
         return order
 
 
-def _sandbox(options: MathOptions) -> Sandbox | None:
-    """The sandbox of the tool, or None without one; ValueError where there is none on this machine."""
-    if not options.tool:
-        return None
+def make_sandbox(options: MathOptions, option: str) -> Sandbox:
+    """The sandbox of the tools; ValueError naming ``option``, which asks for it, where this machine has none."""
     limits = SandboxLimits(time_s=options.tool_time_s, memory_bytes=options.tool_memory_mb << 20)
     try:
         require_interpreter()
         return Sandbox("none" if options.sandbox == "none" else "bubblewrap", limits)
     except ValueError as error:
-        raise ValueError(f"environment.options.tool: {error}") from error
+        raise ValueError(f"environment.options.{option}: {error}") from error
 
 
 def write_answer(answer: str, rule: str) -> str:
@@ -210,6 +206,8 @@ def write_answer(answer: str, rule: str) -> str:
 
 
 def _load(options: MathOptions) -> Mapping[Split, Sequence[Problem]]:
+    if not options.data:
+        raise ValueError("environment.options.data: missing; name a file or directory of problems")
     try:
         rows = load_problems(options.data)
     except ValueError as error:

@@ -11,16 +11,20 @@ from megasao.environments.base import Environment
 from megasao.environments.calculator import CalculatorEnvironment
 from megasao.environments.chain import ChainEnvironment
 from megasao.environments.code_agent import CodeAgentEnvironment
+from megasao.environments.gymnasium_text import GymnasiumEnvironment
 from megasao.environments.mathematics import MathEnvironment
 from megasao.environments.options import nearest
 from megasao.environments.reasoning_gym import ReasoningGymEnvironment
+from megasao.environments.tool_agent import ToolEnvironment
 
 _ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     CalculatorEnvironment.name: CalculatorEnvironment.from_options,
     ChainEnvironment.name: ChainEnvironment.from_options,
     CodeAgentEnvironment.name: CodeAgentEnvironment.from_options,
+    GymnasiumEnvironment.name: GymnasiumEnvironment.from_options,
     MathEnvironment.name: MathEnvironment.from_options,
     ReasoningGymEnvironment.name: ReasoningGymEnvironment.from_options,
+    ToolEnvironment.name: ToolEnvironment.from_options,
 }
 
 

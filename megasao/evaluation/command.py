@@ -5,8 +5,8 @@ from pathlib import Path
 from megasao.config import Config
 from megasao.config.errors import UserError
 from megasao.config.rundir import RunDirectory
+from megasao.environments.benchmarks.table import BENCHMARKS, Benchmark
 from megasao.environments.options import nearest
-from megasao.evaluation.benchmarks import BENCHMARKS, Benchmark
 from megasao.evaluation.evaluate import Say, Subject, evaluate
 from megasao.evaluation.results import load_results, summarize
 from megasao.observability.jsonl import read_metrics

@@ -15,17 +15,16 @@ from hashlib import sha256
 from pathlib import Path
 
 from megasao.config import Config
-from megasao.config.rollout import EnvironmentConfig
 from megasao.environments.answers import find_answer
 from megasao.environments.base import EnvironmentFailure
+from megasao.environments.benchmarks.background import benchmark_environment, benchmark_limits
+from megasao.environments.benchmarks.sources import fingerprint, locate
+from megasao.environments.benchmarks.table import Benchmark
 from megasao.environments.encoding import TokenizerCodec
-from megasao.environments.mathematics import GRADERS, MathEnvironment, MathOptions
-from megasao.environments.rows import load_problems
+from megasao.environments.mathematics import GRADERS, MathEnvironment
 from megasao.environments.splits import text_hash
 from megasao.environments.verifiers.pool import VerifierPool
-from megasao.evaluation.benchmarks import Benchmark
 from megasao.evaluation.records import Manifest, Record, ResultDirectory
-from megasao.evaluation.sources import fingerprint, locate
 from megasao.rollout.engines.embedded import EmbeddedEngine
 from megasao.rollout.episode import EpisodeRunner
 from megasao.rollout.service import failure_reason
@@ -70,13 +69,11 @@ def evaluate(config: Config, subject: Subject, benchmarks: list[Benchmark], out:
 
 def _prepare(config: Config, subject: Subject, benchmark: Benchmark, out: Path, pool: VerifierPool) -> Task:
     settings = config.benchmarks
-    data = locate(benchmark.name, settings.data, settings.sources)
-    problems = load_problems(data)[: settings.problems]
-    options = MathOptions(data=str(data), template=benchmark.template, chat=settings.chat, answer=benchmark.answer)
+    environment = benchmark_environment(config, benchmark, pool)
     manifest = Manifest(
         benchmark=benchmark.name,
-        data_sha256=fingerprint(data),
-        problems=len(problems),
+        data_sha256=fingerprint(locate(benchmark.name, settings.data, settings.sources)),
+        problems=environment.size("eval"),
         checkpoint=str(subject.checkpoint),
         checkpoint_id=checkpoint_id(subject.checkpoint),
         weight_version=subject.weight_version,
@@ -89,7 +86,6 @@ def _prepare(config: Config, subject: Subject, benchmark: Benchmark, out: Path, 
     )
     directory = ResultDirectory(out / benchmark.name)
     directory.begin(manifest)
-    environment = MathEnvironment(options, {"train": [], "eval": problems}, pool)
     return Task(benchmark, environment, directory, settings.samples or benchmark.samples)
 
 
@@ -98,13 +94,7 @@ async def _evaluate(config: Config, subject: Subject, tasks: list[Task], say: Sa
     engine = EmbeddedEngine(
         subject.checkpoint, config.rollout.embedded, max_total_tokens=settings.max_tokens, seed=config.run.seed
     )
-    limits = EnvironmentConfig(
-        name="math",
-        max_turns=1,
-        max_tokens=settings.max_tokens,
-        max_turn_tokens=settings.max_tokens,
-        episode_timeout_s=settings.response_timeout_s,
-    )
+    limits = benchmark_limits(config)
     codec = TokenizerCodec.from_directory(subject.checkpoint)
     await engine.start()
     try:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from megasao.config.errors import UserError
-from megasao.evaluation.benchmarks import BENCHMARKS
+from megasao.environments.benchmarks.table import BENCHMARKS
 from megasao.evaluation.records import Manifest, Record, ResultDirectory
 from megasao.evaluation.statistics import Estimate, compare, estimate, majority, pass_at
 

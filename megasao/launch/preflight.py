@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megasao.config import Config
 from megasao.config.architecture import read_hf_config
@@ -10,6 +11,10 @@ from megasao.config.document import Document, KeyPath
 from megasao.config.errors import ConfigError, Problem
 from megasao.config.model_check import check_model
 from megasao.config.suggest import nearest
+
+if TYPE_CHECKING:
+    from megasao.environments.base import Prompt
+    from megasao.environments.encoding import TokenizerCodec
 
 _SAMPLE_PROMPTS = 32
 """Enough for every character that prompts are made of to appear."""
@@ -19,6 +24,7 @@ def preflight(config: Config, document: Document) -> bool:
     """Check everything at once; ConfigError with places from ``document``. False if the model is not there yet."""
     problems = [
         *_environment(config),
+        *_benchmarks(config),
         *_buffer(config),
         *_packages(config),
         *_operators(config),
@@ -58,6 +64,17 @@ def _environment(config: Config) -> list[Problem]:
     return []
 
 
+def _benchmarks(config: Config) -> list[Problem]:
+    """A benchmark of the run that is not known, or whose file cannot be had."""
+    from megasao.environments.benchmarks.background import background_benchmarks
+
+    try:
+        background_benchmarks(config)
+    except ValueError as error:
+        return [Problem("evaluation.benchmarks", str(error).removeprefix("evaluation.benchmarks: "))]
+    return []
+
+
 def _tokenizer(config: Config) -> list[Problem]:
     """A tokenizer that cannot be read, does not belong to the model, or cannot write the environment's prompts."""
     from megasao.environments.encoding import TokenizerCodec
@@ -65,7 +82,7 @@ def _tokenizer(config: Config) -> list[Problem]:
 
     environment, path = make_environment(config.environment), Path(config.model.path)
     try:
-        codec = TokenizerCodec.from_directory(path)
+        codec = TokenizerCodec.from_directory(path, config.environment.template_variables)
         codec.stop_ids(environment)
         for index in range(_SAMPLE_PROMPTS):
             codec.encode_prompt(environment.prompt("train", index))
@@ -75,6 +92,25 @@ def _tokenizer(config: Config) -> list[Problem]:
     if codec.vocab_size > entries:
         reason = f"{path} has a tokenizer of {codec.vocab_size} tokens, but config.json says vocab_size = {entries}"
         return [Problem("model.path", reason)]
+    return _compaction(config, environment.prompt("train", 0), codec)
+
+
+def _compaction(config: Config, prompt: "Prompt", codec: "TokenizerCodec") -> list[Problem]:
+    """A request for summaries that the tokenizer cannot write, or that leaves no room for work."""
+    from megasao.environments.base import StepResult
+    from megasao.rollout.compaction import Compaction
+
+    if config.environment.compaction is None:
+        return []
+    compaction, path = Compaction(config.environment.compaction, codec), "environment.compaction"
+    try:
+        reserve = compaction.reserve(prompt)
+        needed = max(len(codec.encode_prompt(prompt)), len(compaction.resume(prompt, [], StepResult("", 0.0, False))))
+    except ValueError as error:
+        return [Problem(path, str(error))]
+    if needed + reserve >= (window := config.environment.max_tokens):
+        reason = f"the prompt of {needed} tokens, the request and a summary need {needed + reserve} tokens and more"
+        return [Problem(path, f"{reason}; environment.max_tokens = {window}")]
     return []
 
 

@@ -5,6 +5,9 @@ from megasao.observability.formats import finite
 from megasao.observability.jsonl import Row
 from megasao.observability.record import RunRecord, by_mode
 
+_COLORS = 7
+"""Lines that a chart can tell apart."""
+
 TIME_PARTS = ("wait", "fetch", "values", "critic", "actor", "publish", "checkpoint")
 
 
@@ -77,14 +80,29 @@ def evaluation_chart(record: RunRecord) -> Chart:
     return Chart("Evaluation", note, "weight version", versions, series, percent=True, dots=True)
 
 
+def benchmark_chart(record: RunRecord) -> Chart | None:
+    """Mean reward share of each benchmark in the background, over the weight version; None without one."""
+    names = sorted({str(row["mode"]) for row in record.evaluations} - {"greedy", "sampled"})[:_COLORS]
+    found = {name: _by_version(by_mode(record.evaluations, name)) for name in names}
+    versions = sorted({version for points in found.values() for version in points})
+    if not versions:
+        return None
+    series = [
+        Series(name, [found[name].get(version) for version in versions], color)
+        for color, name in enumerate(names, start=1)
+    ]
+    note = "share of right responses, over all samples"
+    return Chart("Benchmarks", note, "weight version", versions, series, percent=True, dots=True)
+
+
 def _by_version(rows: list[Row]) -> dict[float, float]:
-    return {
-        float(row["oldest_version"]): float(row["success"]) for row in rows if row.get("oldest_version") is not None
-    }
+    points = [(finite(row.get("oldest_version")), finite(row.get("success"))) for row in rows]
+    return {version: success for version, success in points if version is not None and success is not None}
 
 
 def _learning(record: RunRecord, steps: _Steps) -> list[Chart]:
-    evaluation = [evaluation_chart(record)]
+    benchmarks = benchmark_chart(record)
+    evaluation = [evaluation_chart(record), *([benchmarks] if benchmarks is not None else [])]
     if not record.trainer:
         return evaluation
     return [

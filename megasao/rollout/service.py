@@ -11,7 +11,7 @@ Invariants:
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from megasao.config import Config
@@ -58,8 +58,10 @@ class RolloutService:
         evaluation: EpisodeRunner,
         weights: WeightSource,
         lifesign: LifeSign,
+        benchmarks: Mapping[str, EpisodeRunner] | None = None,
     ) -> None:
-        """``train`` plays on the engine that ``weights`` keeps up to date, ``evaluation`` on an engine of its own."""
+        """``train`` plays on the engine that ``weights`` keeps up to date, ``evaluation`` and ``benchmarks`` (by name)
+        on an engine of their own."""
         self._lifesign = lifesign
         self._config = config
         self._link = link
@@ -67,7 +69,9 @@ class RolloutService:
         self._evaluation = evaluation
         self._weights = weights
         self._gate = EvaluationGate(weights, evaluation.engine, timeout_s=config.transport.weights_timeout_s)
+        self._benchmarks = benchmarks or {}
         self._episodes: dict[str, asyncio.Task[None]] = {}
+        self._evaluating: set[str] = set()
         self._finished: list[Trajectory] = []
         self._stopped: str | None = None
         self._engine_errors: list[Exception] = []
@@ -130,7 +134,13 @@ class RolloutService:
         play = self._play_evaluation if lease.evaluation_id is not None else self._play_training
         task = asyncio.create_task(self._guard(lease, play), name=lease.lease_id)
         self._episodes[lease.lease_id] = task
-        task.add_done_callback(lambda _: self._episodes.pop(lease.lease_id, None))
+        if lease.evaluation_id is not None:
+            self._evaluating.add(lease.lease_id)
+        task.add_done_callback(lambda _: self._ended(lease.lease_id))
+
+    def _ended(self, lease_id: str) -> None:
+        self._episodes.pop(lease_id, None)
+        self._evaluating.discard(lease_id)
 
     def _forget(self, lease_id: str) -> None:
         """The lease is no longer ours: stop working on it. A finished result is still sent."""
@@ -149,9 +159,10 @@ class RolloutService:
 
     async def _play_evaluation(self, lease: Lease) -> None:
         assert lease.evaluation_id is not None
+        runner = self._benchmarks.get(lease.evaluation_id.rpartition("/")[2], self._evaluation)
         async with self._gate.admit(lease.evaluation_id, lease.min_version):
             async with asyncio.timeout(self._config.environment.episode_timeout_s):
-                trajectory = await self._evaluation.run(lease)
+                trajectory = await runner.run(lease)
         result = evaluation_result(self._link.outbox.next_seq(), lease, trajectory)
         self._link.keep(result, [lease.lease_id])
         self._counts["evaluations"] += 1
@@ -209,15 +220,20 @@ class RolloutService:
 
     async def _offer(self) -> None:
         """Say how many more episodes fit, when that or the weight version has changed."""
-        credit = Credit(self._free(), self._train.engine.weight_version)
+        training = len(self._episodes) - len(self._evaluating)
+        credit = Credit(
+            self._free(self._config.rollout.concurrency, training),
+            self._train.engine.weight_version,
+            self._free(self._config.evaluation.concurrency, len(self._evaluating)),
+        )
         if credit != self._last_credit and await self._link.send(credit):
             self._last_credit = credit
 
-    def _free(self) -> int:
+    def _free(self, concurrency: int, active: int) -> int:
         """None before the first weights are here, and none while the engine has missed a version."""
         if self._weights.version is None or self._weights.quarantined is not None:
             return 0
-        return max(0, self._config.rollout.concurrency - len(self._episodes))
+        return max(0, concurrency - active)
 
     async def _heartbeat(self) -> None:
         now = time.monotonic()

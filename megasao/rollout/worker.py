@@ -13,6 +13,7 @@ import zmq.asyncio
 from megasao.config import Config
 from megasao.config.lifesign import LifeSign
 from megasao.config.rundir import RunDirectory, engine_names
+from megasao.environments.benchmarks.background import background_benchmarks, benchmark_limits
 from megasao.environments.encoding import TokenizerCodec
 from megasao.environments.registry import make_environment
 from megasao.rollout.engines.base import Engine
@@ -90,7 +91,7 @@ async def _serve(
 ) -> None:
     """Connect, wait for the first weights, and serve until the controller says stop."""
     environment = make_environment(config.environment)
-    codec = TokenizerCodec.from_directory(run.policy_path(config))
+    codec = TokenizerCodec.from_directory(run.policy_path(config), config.environment.template_variables)
     train, evaluate = (
         EpisodeRunner.build(environment, engine, codec, config.environment) for engine in (training, evaluation)
     )
@@ -111,13 +112,18 @@ async def _serve(
         heartbeat_s=config.transport.heartbeat_s,
         give_up_after_s=config.supervision.start_timeout_s,
     )
-    service = RolloutService(config, link, train, evaluate, receiver, LifeSign(run.heartbeat(peer)))
+    benchmarks = {
+        name: EpisodeRunner.build(benchmark.environment, evaluation, codec, benchmark_limits(config))
+        for name, benchmark in background_benchmarks(config).items()
+    }
+    service = RolloutService(config, link, train, evaluate, receiver, LifeSign(run.heartbeat(peer)), benchmarks)
     try:
         await _together(service, receiver, config.supervision.start_timeout_s)
     finally:
         socket.close()
         context.term()
-        await environment.close()
+        for one in (environment, *(runner.environment for runner in benchmarks.values())):
+            await one.close()
 
 
 async def _together(service: RolloutService, receiver: WeightReceiver, first_weights_s: float) -> None:

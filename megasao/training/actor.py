@@ -110,7 +110,7 @@ class Actor:
             rollout_logprobs=row.rollout_logprobs if self.config.wants_logprobs else None,
             advantages=advantages[index],
             action_mask=row.action_mask,
-            cu_seqlens=row.row.cu_seqlens,
+            cu_seqlens=row.cu_seqlens,
         )
 
     def _penalty(self, batch: Batch, index: int, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

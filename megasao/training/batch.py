@@ -20,9 +20,12 @@ from megasao.transport.messages import ManifestEntry
 
 @dataclass(frozen=True)
 class TrainRow:
-    """A packed row and its per-token data. T tokens, B sequences."""
+    """A packed row and its per-token data. T tokens, E trajectories (padding among them)."""
 
     row: Row
+    """Its sequences are those of attention: the segments of the trajectories."""
+    cu_seqlens: torch.Tensor
+    """int32 [E + 1], of whole trajectories: returns run over a trajectory's segments."""
     action_mask: torch.Tensor
     """bool [T]"""
     rollout_logprobs: torch.Tensor
@@ -55,6 +58,7 @@ def train_row(packed: PackedRow, trajectories: Sequence[Trajectory], routing: Ro
             temperature=torch.from_numpy(packed.temperature),
             routed_experts=None if routing is None else _routed_experts(packed, trajectories, routing),
         ),
+        cu_seqlens=torch.from_numpy(packed.trajectory_cu_seqlens),
         action_mask=torch.from_numpy(packed.action_mask),
         rollout_logprobs=torch.from_numpy(packed.rollout_logprobs),
         rewards=torch.from_numpy(packed.rewards),

@@ -42,7 +42,7 @@ class Estimator:
                 estimates = _per_trajectory(batch, self._means.step(batch.entries))
             case _ as options:
                 estimates = [
-                    estimate_from_values(row.rewards, value, row.action_mask, row.row.cu_seqlens, options)
+                    estimate_from_values(row.rewards, value, row.action_mask, row.cu_seqlens, options)
                     for row, value in zip(batch.rows, values, strict=True)
                 ]
         return whiten(batch, estimates, self._reduce) if self._whiten else estimates
@@ -83,9 +83,9 @@ def _per_trajectory(batch: Batch, advantages: dict[str, float]) -> list[Advantag
 
 
 def _spread(row: TrainRow, advantages: dict[str, float]) -> torch.Tensor:
-    sequences = row.row.cu_seqlens.numel() - 1
+    sequences = row.cu_seqlens.numel() - 1
     numbers = [advantages[trajectory.trajectory_id] for trajectory in row.trajectories]
     numbers += [0.0] * (sequences - len(numbers))  # padding
     per_sequence = torch.tensor(numbers, dtype=torch.float32)
-    tokens = per_sequence[sequence_of_tokens(row.row.cu_seqlens, row.action_mask.numel())]
+    tokens = per_sequence[sequence_of_tokens(row.cu_seqlens, row.action_mask.numel())]
     return torch.where(row.action_mask, tokens, 0.0)

@@ -32,7 +32,7 @@ def example_rows(
     """
     examples: list[dict[str, Any]] = []
     for index, row in enumerate(batch.rows):
-        bounds = row.row.cu_seqlens.tolist()
+        bounds = row.cu_seqlens.tolist()
         per_token = {"logprobs": logprobs[index], "kept": kept[index], **_estimates(result, index)}
         for number, trajectory in enumerate(row.trajectories):
             if len(examples) == count:
@@ -65,6 +65,7 @@ def _example(trajectory: Trajectory, numbers: dict[str, list[Any]], codec: Token
         "reward": sum(trajectory.rewards),
         "finish_reason": trajectory.finish_reason,
         "weight_versions": trajectory.weight_versions,
+        "segment_starts": trajectory.segment_starts,
         "tokens": trajectory.tokens,
         "text": [codec.token_text(token) for token in trajectory.tokens],
         "action_mask": mask,

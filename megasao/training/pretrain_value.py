@@ -69,9 +69,7 @@ def _uniform(name: str, seed: int) -> float:
 def monte_carlo_returns(row: TrainRow, options: SkipObservationGae | Gae) -> torch.Tensor:
     """float32 [T]: the discounted rewards from each action token on; 0 at observation tokens."""
     exact = options.model_copy(update={"value_lambda": 1.0})
-    estimate = estimate_from_values(
-        row.rewards, torch.zeros_like(row.rewards), row.action_mask, row.row.cu_seqlens, exact
-    )
+    estimate = estimate_from_values(row.rewards, torch.zeros_like(row.rewards), row.action_mask, row.cu_seqlens, exact)
     assert estimate.returns is not None
     return estimate.returns
 

@@ -27,6 +27,7 @@ SCHEMA = pa.schema(
         pa.field("rewards", pa.list_(pa.float32()), nullable=False),
         pa.field("weight_versions", pa.list_(VERSION_SPAN)),
         pa.field("turn_starts", pa.list_(pa.int32()), nullable=False),
+        pa.field("segment_starts", pa.list_(pa.int32())),
         pa.field("finish_reason", pa.string(), nullable=False),
         pa.field("rollout_logprobs", pa.list_(pa.float32())),
         pa.field("temperature", pa.float64()),

@@ -3,6 +3,7 @@
 Invariants that the tests assert:
 - every trajectory is in exactly one row; every rank has the same number of rows (at least one);
 - no row is longer than the token budget;
+- a trajectory is in one piece; each of its segments is a sequence of its own, with positions from 0;
 - the plan depends on the lengths alone, so every rank can compute it by itself;
 - a row without trajectories is one masked token: collectives are entered, nothing is trained on.
 """
@@ -25,12 +26,14 @@ def attention_cost(length: int) -> float:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Trajectories one after another, flat, aligned with the token itself. T tokens, B sequences.
+    """Trajectories one after another, flat, aligned with the token itself. T tokens, E trajectories, B >= E sequences.
 
+    A sequence is what attends to itself: a trajectory, or one segment of it.
     ``tokens``, ``position_ids`` (from 0 in each sequence), ``sequence_ids`` (0 to B-1): int64 [T];
-    ``cu_seqlens`` int32 [B+1]; ``max_seqlen`` the longest sequence; ``action_mask`` bool [T];
+    ``cu_seqlens`` int32 [B+1]; ``max_seqlen`` the longest sequence; ``trajectory_cu_seqlens`` int32 [E+1];
+    ``action_mask`` bool [T];
     ``rollout_logprobs`` (0 at observations, or where none were recorded), ``rewards``, ``temperature``: float32 [T];
-    ``trajectory_ids`` of the real sequences, in order: padding is a masked sequence of its own after them.
+    ``trajectory_ids`` of the real trajectories, in order: padding is a masked one of its own after them.
     """
 
     tokens: np.ndarray
@@ -38,6 +41,7 @@ class PackedRow:
     sequence_ids: np.ndarray
     cu_seqlens: np.ndarray
     max_seqlen: int
+    trajectory_cu_seqlens: np.ndarray
     action_mask: np.ndarray
     rollout_logprobs: np.ndarray
     rewards: np.ndarray
@@ -107,27 +111,27 @@ def pack_row(trajectories: Sequence[Trajectory], *, multiple_of: int = 1) -> Pac
     Sequence parallelism needs ``multiple_of`` = its size. Without trajectories the row is padding alone.
 
     Raises:
-        ValueError: a trajectory is empty, its lists differ in length, or its first token is an action (no output
-            precedes it, so it has no log-probability); or ``multiple_of`` is below 1.
+        ValueError: a trajectory is empty, its lists differ in length, or the first token of a segment is an action (no
+            output precedes it, so it has no log-probability); or ``multiple_of`` is below 1.
     """
     if multiple_of < 1:
         raise ValueError(f"multiple_of: expected a number >= 1, got {multiple_of}")
     for trajectory in trajectories:
         _check_trajectory(trajectory)
-    lengths = [len(trajectory.tokens) for trajectory in trajectories]
+    whole = [len(trajectory.tokens) for trajectory in trajectories]
+    lengths = [length for trajectory in trajectories for length in trajectory.segment_lengths]
     padding = -sum(lengths) % multiple_of if lengths else multiple_of
     if padding:
-        lengths = [*lengths, padding]
-    cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=cu_seqlens[1:])
+        whole, lengths = [*whole, padding], [*lengths, padding]
     mask = _flat([trajectory.action_mask for trajectory in trajectories], padding, False, np.bool_)
     logprobs = _flat([t.rollout_logprobs or [0.0] * len(t.tokens) for t in trajectories], padding, 0.0, np.float32)
     return PackedRow(
         tokens=_flat([trajectory.tokens for trajectory in trajectories], padding, 0, np.int64),
         position_ids=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
         sequence_ids=np.repeat(np.arange(len(lengths), dtype=np.int64), lengths),
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=_bounds(lengths),
         max_seqlen=max(lengths),
+        trajectory_cu_seqlens=_bounds(whole),
         action_mask=mask,
         rollout_logprobs=np.where(mask, logprobs, np.float32(0)),
         rewards=_flat([trajectory.rewards for trajectory in trajectories], padding, 0.0, np.float32),
@@ -145,8 +149,14 @@ def _check_trajectory(trajectory: Trajectory) -> None:
         column = getattr(trajectory, name)
         if column is not None and len(column) != length:
             raise ValueError(f"{where}: expected {length} entries in {name} (one per token), got {len(column)}")
-    if trajectory.action_mask[0]:
+    if any(trajectory.action_mask[start] for start in trajectory.segment_starts or [0]):
         raise ValueError(f"{where}: expected an observation as first token (the prompt), got an action")
+
+
+def _bounds(lengths: Sequence[int]) -> np.ndarray:
+    bounds = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=bounds[1:])
+    return bounds
 
 
 def _flat(parts: Sequence[Sequence[float]], padding: int, fill: float, dtype: type) -> np.ndarray:

@@ -6,6 +6,7 @@ Invariants:
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pyarrow as pa
 
@@ -33,7 +34,9 @@ __all__ = [
 class Trajectory:
     """One finished episode. All per-token lists have the same length T and are aligned with ``tokens``.
 
-    ``rollout_logprobs[t]`` is log p(tokens[t] | tokens[:t]) under the sampled distribution where
+    ``segment_starts``: first index of each segment of a long episode, from 0 on; None is one segment. A segment is a
+    context of its own: its tokens saw nothing of the segments before it.
+    ``rollout_logprobs[t]`` is log p(tokens[t] | tokens before t in its segment) under the sampled distribution where
     ``action_mask[t]``, and 0.0 elsewhere; None for objectives that need none.
     ``rewards[t]`` is the reward that arrived when token t had been seen.
     ``weight_versions`` is run-length over ``tokens``: (first index, version), starting at index 0. An observation
@@ -52,12 +55,19 @@ class Trajectory:
     weight_versions: list[tuple[int, int]] | None
     turn_starts: list[int]
     finish_reason: str
+    segment_starts: list[int] | None = None
     rollout_logprobs: list[float] | None = None
     temperature: float = 1.0
     routed_experts: bytes | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     created_at: float = 0.0
     finished_at: float = 0.0
+
+    @property
+    def segment_lengths(self) -> list[int]:
+        """Tokens of each segment."""
+        bounds = [*(self.segment_starts or [0]), len(self.tokens)]
+        return [end - start for start, end in pairwise(bounds)]
 
     @property
     def oldest_version(self) -> int | None:

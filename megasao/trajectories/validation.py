@@ -61,6 +61,7 @@ def _check_row(batch: pa.RecordBatch, row: int) -> None:
     _check_logprobs(lists)
     _check_versions(lists)
     _check_turns(lists)
+    _check_segments(lists)
     _check_scalars(batch, row)
 
 
@@ -110,6 +111,16 @@ def _check_turns(lists: dict[str, pa.Array]) -> None:
     starts, length = _numbers(lists["turn_starts"]), len(lists["tokens"])
     _first_bad("turn_starts", starts, lambda values: (values < 0) | (values >= length), f"outside {length} tokens")
     _require(bool((np.diff(starts) > 0).all()), "turn_starts: positions do not increase")
+
+
+def _check_segments(lists: dict[str, pa.Array]) -> None:
+    if "segment_starts" not in lists:
+        return
+    starts, mask = _numbers(lists["segment_starts"]), _numbers(lists["action_mask"])
+    _require(len(starts) > 0 and starts[0] == 0, "segment_starts: the first is not 0")
+    _require(bool((np.diff(starts) > 0).all()), "segment_starts: positions do not increase")
+    _require(starts[-1] < len(mask), f"segment_starts: position {starts[-1]} of {len(mask)} tokens")
+    _first_bad("segment_starts", starts, lambda values: mask[values], "a segment begins with an action")
 
 
 def _check_scalars(batch: pa.RecordBatch, row: int) -> None:

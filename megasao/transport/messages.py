@@ -52,10 +52,12 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Credit(msgspec.Struct, tag=True, frozen=True):
-    """``free``: how many more episodes this worker can take now (absolute, not an increment)."""
+    """``free``: how many more rollouts this worker can take now (absolute, not an increment); ``evaluation_free``: how
+    many more evaluation episodes, on its other engine."""
 
     free: int
     weight_version: int
+    evaluation_free: int
 
 
 class Trajectories(msgspec.Struct, tag=True, frozen=True):

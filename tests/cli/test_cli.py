@@ -127,6 +127,22 @@ def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused(tmp_path: Path
     assert "has no token for '7'" in megasao("check", LAPTOP, f"model.path={tmp_path / 'other'}").stderr
 
 
+def test_summaries_that_the_tokenizer_cannot_ask_for_are_refused(tmp_path: Path) -> None:
+    changes = [model(tmp_path / "model"), "environment.compaction.summary_tokens=50", "trainer.token_budget=8192"]
+    assert "environment.compaction: the tokenizer has no token for" in megasao("check", LAPTOP, *changes).stderr
+    changes += [
+        "environment.compaction.request=<result>",
+        "environment.compaction.resume=<result>{summary}{observation}</result>",
+    ]
+    assert megasao("check", LAPTOP, *changes).returncode == 0
+    changes += [
+        "environment.max_tokens=20",
+        "environment.max_turn_tokens=10",
+        "environment.compaction.summary_tokens=10",
+    ]
+    assert "tokens and more; environment.max_tokens = 20" in megasao("check", LAPTOP, *changes).stderr
+
+
 def test_an_existing_run_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "laptop").mkdir()
     (tmp_path / "laptop" / "config.yaml").write_text("")

@@ -175,7 +175,7 @@ class WireWorker:
         """Say hello and offer credit; the leases to be forgotten."""
         self.send(Hello(self.name, "rollout", list(active)))
         welcome = self.expect(Welcome)
-        self.send(Credit(free, version))
+        self.send(Credit(free, version, free))
         return welcome.unknown_leases
 
     def submit(self, rows: list[Trajectory], payload: bytes | None = None, lease_ids=None) -> int:

@@ -53,7 +53,7 @@ class Worker(threading.Thread):
     def _say_hello(self) -> None:
         rows = [row.trajectory_id for rows in self.unacked.values() for row in rows]
         self.wire.send(Hello(self.wire.name, "rollout", [*rows, *(lease.lease_id for lease in self.running)]))
-        self.wire.send(Credit(max(0, FREE - len(self.running)), self.version))
+        self.wire.send(Credit(max(0, FREE - len(self.running)), self.version, max(0, FREE - len(self.running))))
         for seq, rows in list(self.unacked.items()):
             del self.unacked[seq]
             self._submit(rows)
@@ -88,7 +88,7 @@ class Worker(threading.Thread):
             self.wire.send(Failure(10**9 + self.generator.randrange(10**9), lease.lease_id, "engine_error"))
         if ended:
             self._submit([trajectory(lease, self.version) for lease in ended])
-        self.wire.send(Credit(FREE - len(self.running), self.version))
+        self.wire.send(Credit(FREE - len(self.running), self.version, FREE - len(self.running)))
 
 
 class Controller:

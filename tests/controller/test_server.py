@@ -148,7 +148,7 @@ def test_bad_rows_are_refused_by_name_and_the_good_ones_survive(run):
         assert "not among the lease_ids" in refused[unlisted.lease_id]
         assert "no row" in refused[silent.lease_id]
         assert set(refused) == {x.lease_id for x in (bad, foreign, unlisted, silent)}
-        worker.send(Credit(6, 0))
+        worker.send(Credit(6, 0, 6))
         again = {lease.prompt_index for lease in worker.get_leases(4)}
         assert again == {x.prompt_index for x in (bad, foreign, unlisted, silent)}
         assert worker.submit_acked([trajectory(last)]) == {}
@@ -172,7 +172,7 @@ def test_payload_that_is_no_trajectories_gives_its_leases_back(run, kind):
         refused = worker.submit_acked([], payload=payload, lease_ids=[lease.lease_id])
         expected = {"other schema version": "schema version", "missing column": "column rewards: missing"}
         assert expected.get(kind, "not a") in refused[lease.lease_id]
-        worker.send(Credit(1, 0))
+        worker.send(Credit(1, 0, 1))
         [again] = worker.get_leases(1)
         assert again.prompt_index == lease.prompt_index
         assert worker.submit_acked([trajectory(again)]) == {}
@@ -218,7 +218,7 @@ def test_evaluations_end_in_the_runs_file(run):
         for number, lease in enumerate(worker.get_leases(4)):
             if number == 3:
                 worker.send(Failure(100, lease.lease_id, "engine_error", "tried"))
-                worker.send(Credit(8, 0))
+                worker.send(Credit(8, 0, 8))
                 [lease] = worker.get_leases(1)
             worker.send(result_of(lease, number, reward=float(number % 2 == 0)))
         while ask(client, StatusRequest()).open_evaluations:
@@ -281,7 +281,7 @@ def test_finish_stops_the_workers_and_the_controller(run):
         worker.hello(free=2)
         ask(client, FinishRequest("done"))
         assert worker.expect(Stop).reason == "done"
-        late.send(Credit(1, 0))
+        late.send(Credit(1, 0, 1))
         assert late.expect(Stop).reason == "done"
         assert ask(client, FinishRequest("done")).open_evaluations == []
         thread.join(PATIENCE_S)
@@ -356,7 +356,7 @@ def test_a_worker_that_does_not_read_is_given_up_and_the_others_go_on(run, monke
                 deaf.send(Trajectories(seq, ["x" * 500_000]))
             worker.until(lambda: b"deaf" not in server.state.workers)
             assert server.state.counters["workers_lost"] == 1
-            worker.send(Credit(1, 0))
+            worker.send(Credit(1, 0, 1))
             assert worker.get_leases(1)[0].prompt_index == lost.prompt_index
 
 

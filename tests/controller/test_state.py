@@ -1,5 +1,7 @@
 """What the controller decides, without sockets: admission, leases, barriers, evaluations, recovery."""
 
+import json
+
 import pytest
 from controller_support import deliver, granted, make_config, make_state, result_of, trajectory
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from megasao.controller.batches import BatchBook
 from megasao.controller.leases import Key, make_lease_id, parse_lease_id
 from megasao.controller.lessor import episode_seed
 from megasao.controller.prompts import IndexSet
+from megasao.environments.benchmarks.background import background_benchmarks
 from megasao.trajectories.buffer import summarise
 from megasao.trajectories.ledger import Batch, GaveUp, Started
 from megasao.trajectories.schema import to_batch
@@ -25,7 +28,7 @@ def ready(config=None, *, free: int = 16, peers=(A,), **changes):
     state = make_state(config or make_config(), **changes)
     for peer in peers:
         state.hello(peer, peer.decode(), [], 0.0)
-        state.credit(peer, free, 0, 0.0)
+        state.credit(peer, free, 0, 0.0, free)
     state.request_batch(state.batches.next_step, 0, 0.0)
     return state
 
@@ -178,6 +181,26 @@ def test_what_does_not_belong_to_a_lease_is_refused():
     assert "above environment.max_tokens = 110" in verdict(**too_long)
     assert "the objective needs them" in verdict(rollout_logprobs=None)
     assert verdict() is None
+
+
+def test_an_episode_of_several_segments_is_one_trajectory_up_to_their_number():
+    state = ready(
+        make_config(
+            environment={"compaction": {"max_segments": 2, "summary_tokens": 9}}, trainer={"token_budget": 8192}
+        )
+    )
+    [lease, *_] = granted(state, 0.0)
+
+    def verdict(tokens):
+        mask = [index % 2 == 1 for index in range(tokens)]
+        columns = {"tokens": [1] * tokens, "action_mask": mask, "rewards": [0.0] * tokens}
+        logprobs = [-1.0 * acted for acted in mask]
+        row = trajectory(lease, **columns, rollout_logprobs=logprobs, turn_starts=[1], segment_starts=[0, 100])
+        [summary] = summarise(to_batch([row]))
+        return state.screen(summary)
+
+    assert verdict(220) is None
+    assert verdict(221) == "tokens: 221, above environment.max_tokens = 110 in 2 segments"
 
 
 def test_a_trajectory_without_the_experts_that_are_to_be_replayed_is_refused():
@@ -338,13 +361,69 @@ def test_evaluations_go_first_cost_no_buffer_and_end_in_one_line_each():
     assert state.evaluations.open == ["step-000007/sampled"], "finished ones are not run again"
 
 
+def test_evaluations_take_no_room_of_rollouts():
+    """With their own engine they have their own places: as many rollouts are leased as without them."""
+    config = make_config(evaluation={"problems": 50, "concurrency": 5}, rollout={"concurrency": 9})
+    state, without = ready(config, free=9), ready(config, free=9)
+    state.request_evaluation(0, 0, 0.0)
+    leases = granted(state, 0.0)
+    training = [lease for lease in leases if lease.evaluation_id is None]
+    assert len(leases) - len(training) == 5, "evaluation.concurrency"
+    assert len(training) == 9 == len(granted(without, 0.0))
+    state.credit(A, 9, 0, 0.0, 64)
+    assert granted(state, 0.0) == [], "neither more than its concurrency, whatever a late credit says"
+    state.evaluated(result_of(leases[0], 1, 1.0))
+    state.credit(A, 0, 0, 0.0, 1)
+    assert [lease.evaluation_id is not None for lease in granted(state, 0.0)] == [True]
+
+
+def write_benchmark(path, name, count):
+    path.mkdir(exist_ok=True)
+    rows = [{"problem": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(count)]
+    (path / f"{name}.json").write_text(json.dumps(rows))
+
+
+def test_benchmarks_are_measured_beside_the_environment(tmp_path):
+    write_benchmark(tmp_path, "gsm8k", 3)
+    write_benchmark(tmp_path, "aime24", 2)
+    config = make_config(
+        evaluation={"problems": 1, "sampled": False, "benchmarks": ["gsm8k", "aime24"]},
+        benchmarks={"data": str(tmp_path), "samples": 2, "temperature": 0.6, "max_tokens": 110},
+    )
+    benchmarks = background_benchmarks(config)
+    assert {name: one.responses for name, one in benchmarks.items()} == {"gsm8k": 6, "aime24": 4}
+    state = ready(config, benchmarks=benchmarks)
+    state.request_evaluation(3, 0, 0.0)
+    leases = [lease for lease in granted(state, 0.0) if lease.evaluation_id]
+    gsm = [lease for lease in leases if lease.evaluation_id == "step-000003/gsm8k"]
+    assert [lease.prompt_index for lease in gsm] == [0, 1, 2, 0, 1, 2] and len(leases) == 1 + 6 + 4
+    assert len({lease.seed for lease in gsm}) == 6 and {lease.temperature for lease in gsm} == {0.6}
+    assert [lease.prompt_id for lease in gsm[:3]] == [
+        benchmarks["gsm8k"].environment.prompt("eval", n).prompt_id for n in range(3)
+    ]
+    run_evaluation(state, gsm, lambda lease: float(lease.prompt_index == 1))
+    [line] = state.take_finished_evaluations(5.0)
+    assert (line["mode"], line["problems"], line["solved"], line["success"]) == ("gsm8k", 6, 2, 2 / 6)
+    assert line["oldest_version"] == line["newest_version"] == 3, "what produced the tokens"
+    assert sorted(state.evaluations.open) == ["step-000003/aime24", "step-000003/greedy"]
+
+
+@pytest.mark.parametrize(("name", "message"), [("gsm8", "did you mean 'gsm8k'"), ("gsm8k", "does not exist")])
+def test_benchmarks_that_cannot_be_had_are_refused(tmp_path, name, message):
+    config = make_config(
+        evaluation={"benchmarks": [name]}, benchmarks={"data": str(tmp_path / "none"), "max_tokens": 110}
+    )
+    with pytest.raises(ValueError, match=message):
+        background_benchmarks(config)
+
+
 def test_a_failed_evaluation_episode_is_no_zero():
     state = ready(make_config(evaluation={"problems": 2, "sampled": False}, buffer={"max_attempts": 2}))
     state.request_evaluation(0, 0, 0.0)
     first, second = [lease for lease in granted(state, 0.0) if lease.evaluation_id]
     state.evaluated(result_of(first, 1, 1.0))
     state.failed(second.lease_id, "engine_error")
-    state.credit(A, 16, 0, 0.0)
+    state.credit(A, 16, 0, 0.0, 16)
     [again] = [lease for lease in granted(state, 0.0) if lease.evaluation_id]
     assert again.prompt_index == second.prompt_index
     state.failed(again.lease_id, "engine_error")
@@ -358,7 +437,7 @@ def test_an_evaluation_waits_for_its_weights():
     state.request_batch(0, 1, 0.0)  # the trainer went back behind the evaluation's version
     assert [lease for lease in granted(state, 0.0) if lease.evaluation_id] == []
     state.request_batch(0, 4, 0.0)
-    state.credit(A, 16, 0, 0.0)
+    state.credit(A, 16, 0, 0.0, 16)
     assert len([lease for lease in granted(state, 0.0) if lease.evaluation_id]) == 4
 
 
@@ -367,7 +446,7 @@ def test_impossible_evaluation_results_are_refused_and_tried_again():
     state.request_evaluation(0, 0, 0.0)
     lease = next(lease for lease in granted(state, 0.0) if lease.evaluation_id)
     assert "not finite" in state.evaluated(result_of(lease, 1, float("nan")))
-    state.credit(A, 16, 0, 0.0)
+    state.credit(A, 16, 0, 0.0, 16)
     assert any(lease.evaluation_id for lease in granted(state, 0.0))
 
 
@@ -434,7 +513,7 @@ def test_after_a_restart_workers_keep_the_leases_that_they_are_at_work_on():
     assert deliver(again, training[1]) is None
     # The evaluation begins again; what a worker has of it counts.
     again.request_batch(0, 0, 0.0)
-    again.credit(A, 16, 0, 0.0)
+    again.credit(A, 16, 0, 0.0, 16)
     asked = [lease for lease in granted(again, 0.0) if lease.evaluation_id]
     assert {lease.prompt_index for lease in asked} == {0, 2}
     run_evaluation(again, [evaluation[1], *asked], lambda lease: 1.0)

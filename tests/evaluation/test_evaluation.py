@@ -10,13 +10,13 @@ from megasao.cli import app
 from megasao.config.errors import UserError
 from megasao.config.load import load_config
 from megasao.config.rundir import RunDirectory
+from megasao.environments.benchmarks.sources import fingerprint, locate
+from megasao.environments.benchmarks.table import BENCHMARKS, markdown_table
 from megasao.environments.rows import load_problems
-from megasao.evaluation.benchmarks import BENCHMARKS, markdown_table
 from megasao.evaluation.command import choose, run_evaluation, subject
 from megasao.evaluation.evaluate import checkpoint_id
 from megasao.evaluation.records import Record, ResultDirectory
 from megasao.evaluation.results import compare_results, load_results, results_table, summarize
-from megasao.evaluation.sources import fingerprint, locate
 from tests.benchmark_rows import ROWS, write_rows
 from tests.chat_checkpoint import bigram_checkpoint
 

@@ -15,7 +15,9 @@ from synthetic import example, make_run, trainer_row, write_lines
 
 from megasao.config.rundir import RunDirectory
 from megasao.observability.examples import read_examples, write_examples
+from megasao.observability.record import load_record
 from megasao.observability.report import write_report
+from megasao.observability.report_curves import benchmark_chart
 from megasao.observability.report_script import JS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -119,6 +121,19 @@ def test_the_table_holds_the_evaluations(text: str, run: RunDirectory) -> None:
         assert f"v{row['newest_version']}" in cells
     assert "dropped, stale (arithmetic-3)" in cells and "failed attempts, timeout" in cells
     assert "accept rate, arithmetic-3" in cells and "0.6 %" in cells
+
+
+def test_benchmarks_in_the_background_have_a_chart_and_rows_of_their_own(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, steps=20)
+    assert benchmark_chart(load_record(run)) is None
+    line = {"mode": "gsm8k", "problems": 8, "solved": 3, "failures": 0, "newest_version": 12, "oldest_version": 12}
+    rows = [{**line, "step": 12, "success": 0.375}, {**line, "step": 20, "success": 0.5, "oldest_version": 19}]
+    write_lines(run.evaluations, rows)
+    chart = benchmark_chart(load_record(run))
+    assert chart is not None and chart.x == [12.0, 19.0]
+    assert [(one.name, one.y) for one in chart.series] == [("gsm8k", [0.375, 0.5])]
+    text = write_report(run).read_text()
+    assert "<td>gsm8k</td><td>v12</td><td>12</td><td>37.5 %</td><td>3 of 8</td>" in text
 
 
 def test_ten_examples_with_every_token_and_its_numbers(page: Page, run: RunDirectory) -> None:

@@ -148,8 +148,8 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(environment, codec, script, *, weights=True, settings=None):
-    """``script(engine, request)`` plays both engines."""
+async def bench(environment, codec, script, *, weights=True, settings=None, benchmarks=()):
+    """``script(engine, request)`` plays both engines; ``benchmarks``: (name, environment)."""
     settings = settings or config()
     engines = []
     for _ in range(2):
@@ -167,7 +167,8 @@ async def bench(environment, codec, script, *, weights=True, settings=None):
     )
     runners = [EpisodeRunner.build(environment, engine, codec, settings.environment) for engine in engines]
     directory = TemporaryDirectory()
-    service = RolloutService(settings, link, *runners, receiver, LifeSign(Path(directory.name) / "beat"))
+    others = {n: EpisodeRunner.build(one, engines[1], codec, settings.environment) for n, one in benchmarks}
+    service = RolloutService(settings, link, *runners, receiver, LifeSign(Path(directory.name) / "beat"), others)
     receiving = asyncio.create_task(receiver.run())
     made = Bench(peer, context, publisher, *engines, service, asyncio.create_task(service.run()))
     try:

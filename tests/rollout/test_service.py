@@ -305,6 +305,34 @@ def test_evaluation_results_say_what_happened(codec):
         assert result.total_tokens == 32 + 3 + len(codec.encode(ENVIRONMENT.prompt("eval", 0).text))
 
 
+def test_evaluations_take_no_place_of_rollouts(codec):
+    @scenario(codec, lambda engine, request: None, settings=config(evaluation={"concurrency": 3}))
+    async def _(b):
+        credit = await b.peer.grant(evaluation("a", 5), evaluation("b", 5, "sampled"), lease("c"))
+        assert (credit.free, credit.evaluation_free) == (4, 3)
+        await b.peer.receive(Credit, where=lambda m: (m.free, m.evaluation_free) == (3, 1))
+        await heartbeat(b.peer, active=3.0)
+
+
+def test_a_benchmark_is_asked_its_own_problems_under_the_evaluations_weights(codec):
+    other = CalculatorEnvironment(CalculatorOptions(tool_failure_rate=0.0, seed=5, three_operations=1.0))
+    asked = {}
+
+    def script(engine, request):
+        asked[request.session_id] = codec.decode(request.input_ids)
+        ids = codec.encode("<answer>3</answer>")
+        return GenerateResult(ids, None, [(0, engine.version)], "stop")
+
+    @scenario(codec, script, benchmarks=[("gsm8k", other)])
+    async def _(b):
+        await b.publish(2)
+        await b.peer.grant(evaluation("a", 5, "gsm8k", min_version=2), evaluation("b", 5, min_version=2))
+        results = [await b.peer.receive(EvaluationResult) for _ in range(2)]
+        assert {result.newest_version for result in results} == {2}
+        assert asked == {"a": other.prompt("eval", 0).text, "b": ENVIRONMENT.prompt("eval", 0).text}
+        assert asked["a"] != asked["b"]
+
+
 def test_a_silent_controller_ends_the_worker_with_its_address(codec):
     settings = config(supervision={"start_timeout_s": 0.5})
 

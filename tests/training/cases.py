@@ -371,3 +371,26 @@ def preset_steps(payload: Payload) -> Any:
         results[name] = {key: value for key, value in result.metrics.items() if not key.startswith("time/")}
         runtime.clear_layout()
     return results
+
+
+def row_logprobs(payload: Payload) -> Any:
+    """Log-probs of every token of each packed row, and the critic's values, for episodes that are given as JSON:
+    (tokens, action_mask, segment_starts or null)."""
+    config = sao_config(payload)
+    topology = runtime.set_layout(config.parallel, seed=1)
+    actor = Actor.build(Path(payload["path"]), config, topology)
+    critic = Critic.build(Path(payload["path"]), config, topology)
+    for module in critic.model.modules:
+        if module.post_process:
+            with torch.no_grad():
+                module.output_layer.weight.fill_(1 / 64)
+    found = []
+    for tokens, mask, starts in payload["episodes"]:
+        [like] = trajectories(0, 1)
+        zeros = [0.0] * len(tokens)
+        episode = replace(
+            like, tokens=tokens, action_mask=mask, rewards=zeros, rollout_logprobs=zeros, segment_starts=starts
+        )
+        batch = pack_trajectories([episode], data_rank=0, data_size=1, token_budget=4096)
+        found.append([actor.logprobs(batch)[0].tolist(), critic.values(batch)[0].tolist()])
+    return found

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megasao.algorithms.advantages import Advantages
+from megasao.algorithms.advantages import Advantages, estimate_from_values
 from megasao.config.algorithm import AlgorithmConfig, GroupBaseline, RunningMean, SkipObservationGae
 from megasao.training.batch import Batch, pack_trajectories
 from megasao.training.estimator import Estimator
@@ -121,3 +121,53 @@ def test_the_running_mean_goes_on_from_its_state() -> None:
     assert torch.equal(second.estimate(later, [])[0].advantages, expected := first.estimate(later, [])[0].advantages)
     assert not torch.equal(fresh, expected)
     assert Estimator(ESTIMATORS["gae"], lambda p: p).state() == {}
+
+
+VALUES = torch.tensor([0.5, 0.1, 0.2, 0.9, 0.8, 0.3, 0.4])
+GOLDEN = [0.0, 0.799675, 0.7365, 0.0, 0.0, 0.67, 0.6]
+
+
+def in_segments(segment_starts: list[int] | None) -> Batch:
+    """A prompt, two actions, two observations (or the prompt of a second segment), two actions; reward 1 at the end."""
+    [episode] = trajectories(0, 1)
+    episode = replace(
+        episode,
+        trajectory_id="long",
+        tokens=[1] * 7,
+        action_mask=[False, True, True, False, False, True, True],
+        rewards=[0.0] * 6 + [1.0],
+        rollout_logprobs=None,
+        segment_starts=segment_starts,
+    )
+    return pack_trajectories([episode, *trajectories(1, 3)], data_rank=0, data_size=1, token_budget=4096)
+
+
+@pytest.mark.parametrize("value_lambda", [1.0, 0.9])
+def test_gae_runs_over_the_segments_as_over_one_sequence_of_actions(value_lambda: float) -> None:
+    options = SkipObservationGae(policy_lambda=0.95, value_lambda=value_lambda)
+    cut, whole = in_segments([0, 3]), in_segments(None)
+    estimates = []
+    for batch in (cut, whole):
+        row = batch.rows[0]
+        start = row.cu_seqlens[[t.trajectory_id for t in row.trajectories].index("long")]
+        values = torch.zeros(len(row.row.tokens)).index_copy(0, torch.arange(7) + start, VALUES)
+        [estimate] = Estimator(AlgorithmConfig(advantages=options), lambda total: total).estimate(batch, [values])
+        estimates.append(estimate)
+        assert estimate.advantages[start : start + 7].tolist() == pytest.approx(GOLDEN, abs=1e-6)
+    assert torch.equal(estimates[0].advantages, estimates[1].advantages)
+    assert torch.equal(estimates[0].returns, estimates[1].returns)
+    # negative control: returns that end with a segment give the first one's actions nothing of the reward
+    row = cut.rows[0]
+    assert row.row.cu_seqlens.numel() == row.cu_seqlens.numel() + 1
+    split = estimate_from_values(row.rewards, values, row.action_mask, row.row.cu_seqlens, options)
+    assert split.advantages[start + 1].item() == pytest.approx(-0.1 + 0.95 * 0.0 + 0.2 - 0.95 * 0.2, abs=1e-6)
+
+
+def test_the_length_that_adapts_lambda_counts_the_actions_of_all_segments() -> None:
+    options = AlgorithmConfig(advantages=SkipObservationGae())
+    lam = []
+    for starts in ([0, 3], None):
+        batch = in_segments(starts)
+        [estimate] = Estimator(options, lambda total: total).estimate(batch, [values_of(batch)[0]])
+        lam.append(estimate.lam)
+    assert torch.equal(*lam) and lam[0].numel() == 4

@@ -178,3 +178,22 @@ def test_multiple_of_below_one_is_refused() -> None:
 def test_packing_needs_no_torch() -> None:
     code = "import sys, megasao.trajectories.packing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_each_segment_is_a_sequence_of_its_own_in_the_same_row() -> None:
+    mask = [False, True, True, False, True, False, False, True]
+    cut = trajectory("cut", length=8, action_mask=mask, segment_starts=[0, 3, 5])
+    row = pack_row([trajectory("a"), cut], multiple_of=5)
+    assert row.cu_seqlens.tolist() == [0, 4, 7, 9, 12, 15] and row.max_seqlen == 4
+    assert row.trajectory_cu_seqlens.tolist() == [0, 4, 12, 15] and row.trajectory_cu_seqlens.dtype == np.int32
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 2]
+    assert row.trajectory_ids == ("a", "cut")
+    whole = pack_row([trajectory("a"), trajectory("cut", length=8, action_mask=mask)], multiple_of=5)
+    assert whole.cu_seqlens.tolist() == whole.trajectory_cu_seqlens.tolist() == [0, 4, 12, 15]
+    for name in ("tokens", "action_mask", "rollout_logprobs", "rewards", "temperature"):
+        assert (getattr(row, name) == getattr(whole, name)).all(), "only attention and positions differ"
+
+
+def test_a_segment_that_begins_with_an_action_is_refused() -> None:
+    with pytest.raises(ValueError, match="trajectory 'a': expected an observation as first token"):
+        pack_row([trajectory("a", segment_starts=[0, 3])])

@@ -38,6 +38,10 @@ def trajectories(draw) -> Trajectory:
     if draw(st.booleans()):
         logprobs = [draw(logprob) if action else 0.0 for action in mask]
     starts = draw(st.sets(st.integers(1, length - 1)) if length > 1 else st.just(set()))
+    segments = None
+    if not mask[0] and draw(st.booleans()):
+        observed = [index for index in range(1, length) if not mask[index]]
+        segments = [0, *sorted(draw(st.sets(st.sampled_from(observed))) if observed else [])]
     return Trajectory(
         trajectory_id=draw(_NAMES),
         prompt_id=draw(_NAMES),
@@ -49,6 +53,7 @@ def trajectories(draw) -> Trajectory:
         weight_versions=[(start, draw(st.integers(0, 2**62))) for start in sorted({0, *starts})],
         turn_starts=sorted(draw(st.sets(st.integers(0, length - 1)))),
         finish_reason=draw(_NAMES),
+        segment_starts=segments,
         rollout_logprobs=logprobs,
         temperature=draw(st.floats(0, 10)),
         routed_experts=draw(st.none() | st.binary(max_size=20)),

@@ -1,0 +1,63 @@
+"""Benchmarks as the background evaluation of a run: their problems by number, the same in controller and workers.
+
+Invariant: number n of a benchmark is the same problem and the same sample wherever it is asked for; each problem comes
+``samples`` times.
+"""
+
+from dataclasses import dataclass
+
+from megasao.config import Config
+from megasao.config.rollout import EnvironmentConfig
+from megasao.environments.benchmarks.sources import locate
+from megasao.environments.benchmarks.table import BENCHMARKS, Benchmark
+from megasao.environments.mathematics import GRADERS, MathEnvironment, MathOptions
+from megasao.environments.options import nearest
+from megasao.environments.rows import load_problems
+from megasao.environments.verifiers.pool import VerifierPool
+
+
+@dataclass(frozen=True)
+class BackgroundBenchmark:
+    """One benchmark of a run. ``environment`` has its problems as the eval split."""
+
+    environment: MathEnvironment
+    samples: int
+
+    @property
+    def responses(self) -> int:
+        """How many responses one evaluation takes."""
+        return self.samples * self.environment.size("eval")
+
+    def problem(self, number: int) -> int:
+        """The index of the problem that response ``number`` answers."""
+        return number % self.environment.size("eval")
+
+
+def benchmark_environment(config: Config, benchmark: Benchmark, pool: VerifierPool) -> MathEnvironment:
+    """Its problems as the eval split. ValueError where its file cannot be had or read."""
+    settings = config.benchmarks
+    data = locate(benchmark.name, settings.data, settings.sources)
+    problems = load_problems(data)[: settings.problems]
+    options = MathOptions(data=str(data), template=benchmark.template, chat=settings.chat, answer=benchmark.answer)
+    return MathEnvironment(options, {"train": [], "eval": problems}, pool)
+
+
+def background_benchmarks(config: Config) -> dict[str, BackgroundBenchmark]:
+    """Those of ``evaluation.benchmarks``, by name. ValueError for an unknown name, or data that cannot be had."""
+    pool = VerifierPool(GRADERS)
+    found = {}
+    for name in config.evaluation.benchmarks:
+        if name not in BENCHMARKS:
+            known = list(BENCHMARKS)
+            guess = nearest(name, known)
+            raise ValueError(f"evaluation.benchmarks: no benchmark {name!r}{guess}; there are {', '.join(known)}")
+        benchmark = BENCHMARKS[name]
+        environment = benchmark_environment(config, benchmark, pool)
+        found[name] = BackgroundBenchmark(environment, config.benchmarks.samples or benchmark.samples)
+    return found
+
+
+def benchmark_limits(config: Config) -> EnvironmentConfig:
+    """One turn of up to ``benchmarks.max_tokens``, prompt included."""
+    longest = config.benchmarks.max_tokens
+    return EnvironmentConfig(name="math", max_turns=1, max_tokens=longest, max_turn_tokens=longest)
