@@ -23,6 +23,7 @@ from megasao.config.rundir import RunDirectory
 from megasao.observability.jsonl import Row, read_metrics, read_rows
 from megasao.observability.record import column
 from megasao.rollout.service import TICK_S
+from megasao.simulation.fleet import History
 from megasao.simulation.rates import EngineRates, Line, Rates, Source, TrainingRates
 from megasao.trajectories.files import read_trajectories
 
@@ -31,17 +32,36 @@ _TOTALS = ("engine/decode_steps", "engine/generated_tokens", "engine/prefill_tok
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A run: its steps, and seconds from the end of the first step to the end of the last one."""
+class Timing:
+    """Of a run, predicted or measured, from the end of its first step to the end of its last one.
+
+    Attributes:
+        steps: of the whole run.
+        seconds: wall time.
+        waited: share of it in which the trainer waited for batches.
+        staleness: mean, in versions.
+    """
 
     steps: int
     seconds: float
+    waited: float
+    staleness: float
 
 
-def measured(run: RunDirectory) -> Measured:
+def measured(run: RunDirectory) -> Timing:
     """ValueError: the run has too few steps, or was interrupted: its wall time then holds what the stop took."""
-    rows = _steps(run)
-    return Measured(len(rows), rows[-1]["time"] - rows[0]["time"])
+    first, *rows = _steps(run)
+    seconds = rows[-1]["time"] - first["time"]
+    waited = sum(column(rows, "time/wait")) / seconds
+    return Timing(1 + len(rows), seconds, waited, fmean(column(rows, "data/lag_mean")))
+
+
+def predicted(history: History) -> Timing:
+    """The same of a simulated run."""
+    first, *steps = history.steps
+    seconds = steps[-1].ended - first.ended
+    waited = sum(step.began - step.asked for step in steps) / seconds
+    return Timing(1 + len(steps), seconds, waited, fmean(lag for step in steps for lag in step.lags))
 
 
 def _steps(run: RunDirectory) -> list[Row]:

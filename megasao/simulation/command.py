@@ -7,7 +7,7 @@ from megasao.config import Config
 from megasao.config.errors import UserError
 from megasao.config.load import load_config
 from megasao.config.rundir import RunDirectory
-from megasao.simulation.calibrate import calibrated, measured
+from megasao.simulation.calibrate import calibrated, measured, predicted
 from megasao.simulation.fleet import SimulatedFleet
 from megasao.simulation.lengths import Lengths, of_law, of_run
 from megasao.simulation.outcome import Outcome, outcome, warnings
@@ -100,8 +100,7 @@ def predict(run: Path, calibrate: Path, lengths: Path | None, say: Callable[[str
         history = SimulatedFleet(config.model_copy(update={"loop": loop}), rates, drawn).run()
     except ValueError as error:
         raise UserError(f"simulate: {error}") from error
-    predicted = history.seconds - history.steps[0].ended
-    say(describe_prediction(predicted, found, rates.sources, str(calibrate)))
+    say(describe_prediction(predicted(history), found, rates.sources, str(calibrate)))
 
 
 def _open(path: Path) -> RunDirectory:

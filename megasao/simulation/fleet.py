@@ -240,8 +240,9 @@ class SimulatedFleet:
         if self._config.loop.group_size > 1:
             return False
         taken = len(self.state.batches.buffer) + len(self.state.leases)
-        waits_for_nothing = self._config.loop.mode == "sync" and self._asked is None
-        return waits_for_nothing or taken >= self.state.admission.limit
+        if self._config.loop.mode == "sync":
+            return taken >= (0 if self._asked is None else self._config.loop.batch_size)
+        return taken >= self.state.admission.limit
 
     def _finished(self, episode: Playing) -> None:
         self.history.longest_episode = max(self.history.longest_episode, episode.seconds)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megasao.config.rundir import write_atomically
-from megasao.simulation.calibrate import Measured
+from megasao.simulation.calibrate import Timing
 from megasao.simulation.outcome import Outcome
 from megasao.simulation.rates import Source
 from megasao.simulation.scale import MODES
@@ -73,15 +73,17 @@ def write_json(path: Path, outcomes: Sequence[Outcome], sources: Sequence[Source
     write_atomically(path, json.dumps(data, indent=2) + "\n")
 
 
-def describe_prediction(predicted: float, run: Measured, sources: Sequence[Source], calibrated_on: str) -> str:
+def describe_prediction(predicted: Timing, found: Timing, sources: Sequence[Source], calibrated_on: str) -> str:
     """A run's wall time, predicted and measured."""
-    error = predicted / run.seconds - 1
+    error = predicted.seconds / found.seconds - 1
     return "\n".join(
         [
             *describe_sources(sources),
             "",
-            f"rates of {calibrated_on}; steps 2 to {run.steps}, from the end of the first to the end of the last",
-            f"predicted {predicted:.1f} s, measured {run.seconds:.1f} s: {error:+.1%}",
+            f"rates of {calibrated_on}; steps 2 to {found.steps}, from the end of the first to the end of the last",
+            f"trainer waits: predicted {predicted.waited:.1%}, measured {found.waited:.1%}",
+            f"mean staleness: predicted {predicted.staleness:.2f}, measured {found.staleness:.2f}",
+            f"wall time: predicted {predicted.seconds:.1f} s, measured {found.seconds:.1f} s: {error:+.1%}",
         ]
     )
 

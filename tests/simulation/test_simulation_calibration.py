@@ -1,22 +1,24 @@
 """Rates are read from a run's own files. The run is one of known rates, written as a run would write it."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from simulation_support import make_config, make_engine, make_rates
 
 from megasao.config import Config
 from megasao.config.errors import UserError
-from megasao.config.load import dump_config
+from megasao.config.load import dump_config, load_config
 from megasao.config.rundir import RunDirectory
 from megasao.simulation.calibrate import calibrated, measured
-from megasao.simulation.command import predict
+from megasao.simulation.command import outcomes, predict
 from megasao.simulation.fleet import SimulatedFleet
 from megasao.simulation.lengths import Lengths, Shape, Turn, of_run
-from megasao.simulation.rates import Line, Rates
+from megasao.simulation.rates import Line, Rates, Work
 from megasao.trajectories.journal import Journal
 from megasao.trajectories.schema import Trajectory, to_batch
 
@@ -62,6 +64,7 @@ def write_run(path: Path, config: Config, rates: Rates = RATES) -> RunDirectory:
             "time/publish": training.publish if moves else 0.0,
             "time/transfer": rates.transfer,
             "time/step": step.ended - step.asked,
+            "data/lag_mean": fmean(step.lags),
             "data/total_tokens": step.tokens / step.trajectories,
             "data/trajectories": float(step.trajectories),
         }
@@ -145,25 +148,40 @@ def test_the_journals_episodes_are_drawn(run: RunDirectory) -> None:
         of_run(run.path, make_config(environment={"max_tokens": 20, "max_turn_tokens": 10}))
 
 
+def test_a_fleet_can_play_a_journals_episodes(run: RunDirectory) -> None:
+    path = Path(__file__).parents[2] / "configs" / "glm_5_2_750b.yaml"
+    config = load_config(path, ["simulate.steps=6", "simulate.discard=2"])
+    for one in outcomes(config, [64], Work(40e9, 39e9, 1.8), run.path)[0]:
+        tokens = one.tokens_per_s / one.trajectories_per_s
+        assert tokens == pytest.approx(fmean(lengths(seed).tokens for seed in range(EPISODES)), rel=0.1)
+
+
 @pytest.mark.parametrize("loop", [{}, {"batch_size": 8}, {"mode": "sync"}], ids=["itself", "smaller batch", "sync"])
 def test_wall_time_is_predicted_within_15_percent(
     run: RunDirectory, tmp_path: Path, loop: dict[str, int | str]
 ) -> None:
     other = write_run(tmp_path / "other", config_of(**loop))
+    found = measured(other)
+    *_, waits, staleness, time = prediction(other, run)
+    assert time == (pytest.approx(found.seconds, rel=0.15), pytest.approx(found.seconds, abs=0.06))
+    assert waits == (pytest.approx(100 * found.waited, abs=10), pytest.approx(100 * found.waited, abs=0.06))
+    assert staleness == (pytest.approx(found.staleness, abs=0.3), pytest.approx(found.staleness, abs=0.006))
+
+
+def prediction(other: RunDirectory, run: RunDirectory) -> list[tuple[float, float]]:
+    """The numbers of the last lines: predicted, measured."""
     said: list[str] = []
     predict(other.path, run.path, None, said.append)
-    seconds = measured(other).seconds
-    last = said[0].splitlines()[-1]
-    predicted = float(last.split()[1])
-    assert last.startswith("predicted ") and f"measured {seconds:.1f} s" in last
-    assert predicted == pytest.approx(seconds, rel=0.15)
+    lines = said[0].splitlines()[-3:]
+    assert [line.split(":")[0] for line in lines] == ["trainer waits", "mean staleness", "wall time"]
+    pairs = [re.findall(r"(?:predicted|measured) ([0-9.]+)", line) for line in lines]
+    return [(float(first), float(second)) for first, second in pairs]
 
 
 def test_a_run_at_other_speeds_is_not(run: RunDirectory, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", config_of(), replace(RATES, training=replace(RATES.training, overhead=0.4)))
-    said: list[str] = []
-    predict(other.path, run.path, None, said.append)
-    assert float(said[0].splitlines()[-1].split()[1]) != pytest.approx(measured(other).seconds, rel=0.15)
+    predicted, found = prediction(other, run)[-1]
+    assert predicted != pytest.approx(found, rel=0.15)
 
 
 def without(name: str) -> Callable[[dict[str, float]], dict[str, float]]:

@@ -112,6 +112,16 @@ def test_asynchronous_is_never_slower_than_synchronous_with_the_same_episodes():
         assert seconds["async"] <= seconds["sync"], seed
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_controller_is_left_alone_only_where_it_would_give_nothing(mode):
+    class Asking(SimulatedFleet):
+        def _is_full(self):
+            return False
+
+    for lag, room in ((1, 40), (4, 16), (0, 24)):
+        assert fleet(mode, lag=lag, room=room).run() == fleet(mode, lag=lag, room=room, kind=Asking).run()
+
+
 def test_the_same_again_is_the_same_and_another_seed_is_not():
     one, again, other = (fleet(seed=seed).run() for seed in (3, 3, 4))
     assert one == again
