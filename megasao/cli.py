@@ -91,6 +91,33 @@ def plan(config_file: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def simulate(
+    config_file: Annotated[Path, typer.Argument(metavar="CONFIG | RUN", help="Config, or a measured run.")],
+    overrides: Overrides = None,
+    nodes: Annotated[str, typer.Option(metavar="N,N,...", help="Nodes of trainer and rollout fleet together.")] = (
+        "8,16,32,64,128,256,512"
+    ),
+    lengths: Annotated[Path | None, typer.Option(metavar="RUN", help="Take episodes from this run's journal.")] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Predict the wall time of a run by the rates of this one.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw them, as .png.")] = None,
+) -> None:
+    """A model of the fleet in time: sync, one-step-off and asynchronous at several sizes (docs/simulation.md)."""
+    from megasao.config.load import load_config
+    from megasao.simulation import command
+
+    if calibrate is not None:
+        if overrides or json or plot:
+            raise UserError("simulate --calibrate: takes a run directory, and no changes, --json or --plot")
+        command.predict(config_file, calibrate, lengths, typer.echo)
+        return
+    config, sizes = load_config(config_file, overrides or []), command.sizes_of(nodes)
+    command.simulate(config, sizes, lengths=lengths, json=json, plot=plot, say=typer.echo)
+
+
+@app.command()
 def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
     """Train on this machine: fine-tuning and value pretraining if the config says so, then reinforcement learning.
 

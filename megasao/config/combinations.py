@@ -316,6 +316,28 @@ def slurm_nodes(config: "Config") -> Iterator[Problem]:
         yield Problem("slurm.rollout_nodes", f"{reason}; the plan would be of another fleet, make them equal")
 
 
+def simulate(config: "Config") -> Iterator[Problem]:
+    """A simulated episode has its law's parameters, and fits an episode and an engine."""
+    options, longest = config.simulate, config.environment.max_tokens
+    if options is None:
+        return
+    episode = options.episode
+    for name, law in (("sigma", "lognormal"), ("alpha", "pareto")):
+        if (getattr(episode, name) is None) == (episode.response == law):
+            reason = "is needed" if episode.response == law else "is of another law"
+            yield Problem(f"simulate.episode.{name}", f"{reason}: simulate.episode.response = {episode.response}")
+    least = round(episode.prompt_tokens.value) + (episode.turns - 1) * round(episode.observation_tokens.value)
+    if least + episode.turns > longest:
+        reason = f"{least} tokens of prompt and observations leave no room in environment.max_tokens = {longest}"
+        yield Problem("simulate.episode", f"{reason}; use fewer turns or shorter ones")
+    if options.engine.kv_tokens.value < longest:
+        reason = f"holds less than one episode, environment.max_tokens = {longest}"
+        yield Problem("simulate.engine.kv_tokens", f"{reason}: it would never begin")
+    if options.discard >= options.steps:
+        reason = f"{options.discard} of simulate.steps = {options.steps} leave no step to measure"
+        yield Problem("simulate.discard", f"{reason}; discard fewer or simulate more")
+
+
 def sglang(config: "Config") -> Iterator[Problem]:
     """Server arguments leave to us what is ours, and episodes fit the server."""
     options, longest = config.rollout.sglang, config.environment.max_tokens
@@ -355,6 +377,7 @@ RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     router_replay,
     megatron_options,
     slurm_nodes,
+    simulate,
     sglang,
 )
 

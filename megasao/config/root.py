@@ -22,6 +22,7 @@ from megasao.config.rollout import (
     SupervisionConfig,
     TransportConfig,
 )
+from megasao.config.simulate import SimulateConfig
 from megasao.config.slurm import SlurmConfig
 from megasao.config.training import (
     ActorConfig,
@@ -71,6 +72,10 @@ class Config(Section):
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig, description="Restarts.")
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig, description="Metrics.")
     plan: PlanConfig = Field(default_factory=PlanConfig, description="Assumptions of `megasao plan`.")
+    simulate: SimulateConfig | None = Field(
+        None,
+        description="Rates that `megasao simulate` assumes, each with its source; null is none.",
+    )
     slurm: SlurmConfig | None = Field(None, description="Nodes of a Slurm cluster; null is a run on one machine.")
     sft: SftConfig | None = Field(None, description="Fine-tuning before RL; null starts from model.path as it is.")
     value_pretraining: ValuePretrainingConfig | None = Field(

@@ -347,6 +347,7 @@ class ControllerState:
         dropped = self.batches.dropped
         return {
             **self.workers.rates(),
+            **self.workers.engine_totals(),
             "workers": len(self.workers),
             "buffer": len(self.batches.buffer),
             "buffer_bytes": self.batches.buffer.nbytes,

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field
 
 MAX_STATS = 64
+ENGINE_TOTALS = ("generated_tokens", "prefill_tokens", "decode_steps", "busy_seconds")
+"""Of the training engines, as in ``Engine.stats``; what an engine's speed is computed from."""
 
 
 @dataclass
@@ -76,6 +78,12 @@ class WorkerBook:
         """Forget a worker."""
         self._workers.pop(peer, None)
         self._rates.forget(peer)
+
+    def engine_totals(self) -> dict[str, float]:
+        """``engine/`` totals of the workers that are there, as of their last heartbeats; empty before the first."""
+        reported = [worker.stats for worker in self._workers.values() if worker.stats]
+        names = [name for name in ENGINE_TOTALS if any(name in stats for stats in reported)]
+        return {f"engine/{name}": sum(stats.get(name, 0.0) for stats in reported) for name in names}
 
     def rates(self) -> dict[str, float]:
         """``tokens_per_s`` and ``idle`` as of the last heartbeats; empty before the first measurement."""

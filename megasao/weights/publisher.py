@@ -146,6 +146,11 @@ class WeightPublisher:
         self._in_flight = None
         return self._last_result
 
+    @property
+    def last_result(self) -> PublishResult | None:
+        """How the newest version that was waited for went out; each ``publish`` waits for the one before."""
+        return self._last_result
+
     def close(self) -> None:
         """Stop serving; a publication that is under way is given up."""
         if self._stop.is_set():

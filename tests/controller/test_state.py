@@ -230,6 +230,15 @@ def test_rates_are_over_the_last_heartbeats_and_survive_a_workers_restart():
     assert state.workers.get(A).stats == {"generated_tokens": 20.0, "busy_seconds": 0.5}
 
 
+def test_totals_of_the_engines_are_those_of_the_workers_that_are_there():
+    state = ready(peers=(A, B))
+    assert not any(name.startswith("engine/") for name in state.metrics())
+    state.workers.reported(A, {"generated_tokens": 7.0, "decode_steps": 3.0, "active": 5.0}, 1.0)
+    state.workers.reported(B, {"generated_tokens": 5.0, "busy_seconds": 0.5}, 1.0)
+    totals = {name: value for name, value in state.metrics().items() if name.startswith("engine/")}
+    assert totals == {"engine/generated_tokens": 12.0, "engine/decode_steps": 3.0, "engine/busy_seconds": 0.5}
+
+
 def test_only_distinct_checkpoints_that_are_still_there_are_kept_for():
     book = BatchBook(batch_size=2, max_lag=1, keep_checkpoints=2)
     for step, horizon in ((5, 0), (5, 0), (10, 5), (10, 5), (15, 10), (8, 5)):
