@@ -1,10 +1,10 @@
 """Asynchronous against synchronous training: ``python benchmarks/modes.py [--steps 40] [--repeats 2]``.
 
-Whole runs of `megasao train` on the same seed, problems and model, alternating: one rollout process, one trainer rank, two
-idle cores. The model is random, so an episode goes on until it happens to end: lengths are geometric, and the longest of a
-batch is several times the mean. Printed for each mode: seconds of all steps but the first five, the share of them that the
-trainer waits and that the engine's slots are empty, and how old what it trains on is. ``--json FILE`` also writes the
-numbers.
+Whole runs of `megasao train` on the same seed, problems and model, alternating: one rollout process, one trainer
+rank, two idle cores. The model is random, so an episode goes on until it happens to end: lengths are geometric, and
+the longest of a batch is several times the mean. Printed for each mode: seconds of all steps but the first five,
+the share of them that the trainer waits and that the engine's slots are empty, and how old what it trains on is.
+``--json FILE`` also writes the numbers.
 """
 
 import argparse

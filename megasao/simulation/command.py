@@ -84,7 +84,9 @@ def _work(config: Config) -> Work:
 
     plan = make_plan(config)
     _, no_embedding, neither = plan.sizes.active
-    return Work(no_embedding, neither, plan.transfer.seconds if plan.transfer is not None else None)
+    routes = [] if plan.transfer is None else plan.transfer.routes
+    seconds = next((route.seconds for route in routes if route.transport == config.weight_transport), None)
+    return Work(no_embedding, neither, seconds)
 
 
 def predict(run: Path, calibrate: Path, lengths: Path | None, say: Callable[[str], None]) -> None:

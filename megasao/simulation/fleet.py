@@ -201,7 +201,7 @@ class SimulatedFleet:
 
     def _offer(self, peer: bytes) -> None:
         """What a worker tells the controller: room for episodes, and its weights."""
-        free = self._config.rollout.concurrency - self.state.leases.count(peer)
+        free = self._config.rollout.concurrency - self.state.leases.count(peer, training=True)
         self.state.credit(peer, free, self._engines[peer].version, self._clock.now)
 
     def _grant(self) -> None:

@@ -131,8 +131,9 @@ class Trainer:
         self.progress = dataclasses.replace(self.progress, seconds=self.progress.seconds + seconds)
         metrics.update(batch_metrics(manifest, version))
         metrics.update(throughput_metrics(metrics, batch.tokens, seconds))
-        if self.publisher is not None and self.publisher.last_result is not None:
-            metrics["time/transfer"] = self.publisher.last_result.seconds
+        publisher = self.publishing.publisher
+        if publisher is not None and publisher.last_result is not None:
+            metrics["time/transfer"] = publisher.last_result.seconds
         found = alarms(metrics, self.config.observability.mismatch)
         metrics["alarms"] = float(len(found))
         if self.writer is not None:
