@@ -192,16 +192,15 @@ class _Play:
 
     async def turns(self, step: Callable[[str], Awaitable[StepResult]]) -> str:
         """Play to the end; the finish reason."""
-        transcript = self._transcript
-        for turn in range(self._limits.max_turns):
+        transcript, answered = self._transcript, 0
+        while answered < self._limits.max_turns:
             result = await self._generate(min(self._limits.max_turn_tokens, self.room))
             transcript.act(result)
-            cut = result.finish_reason == "length" and self.room <= 0
-            if cut and not self.reserve:
-                return "max_tokens"
-            answer = StepResult("", 0.0, False) if cut else await step(self._codec.decode(result.output_ids))
-            transcript.count(answer.metrics)
-            if answer.done or turn == self._limits.max_turns - 1:
+            answer = StepResult("", 0.0, False)
+            if result.finish_reason != "length" or self.room > 0:  # else the window cut the turn: it has no answer
+                answer, answered = await step(self._codec.decode(result.output_ids)), answered + 1
+                transcript.count(answer.metrics)
+            if answer.done or answered == self._limits.max_turns:
                 transcript.reward(answer.reward)
                 return "done" if answer.done else "max_turns"
             observation = self._codec.encode_observation(self._prompt, answer, transcript.tokens[-1])

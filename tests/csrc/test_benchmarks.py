@@ -58,3 +58,11 @@ def test_training_step(tmp_path: Path) -> None:
     found = json.loads(report.read_text())
     assert found["padded"]["tokens"] > 2 * found["packed"]["tokens"]
     assert 0 < found["packed"]["share"] < 1
+
+
+def test_background_evaluation(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    quick = ("--seconds=1", "--turn=0.1", "--repeats=1")
+    assert "beside evaluations / alone" in run("background_evaluation.py", *quick, "--json", str(report))
+    found = json.loads(report.read_text())
+    assert found["evaluation_episodes"] > 0 and min(found["alone"] + found["beside evaluations"]) > 0

@@ -69,11 +69,11 @@ def codec(tmp_path_factory):
 
 def play(codec, environment, *, says="go", compaction=OPTIONS, sums="<think>hm</think> I went {}", **limits):
     """(trajectory, engine): the model says ``says`` in every turn, and ``sums`` with a number when it is asked to."""
-    summaries = iter(range(100))
+    summaries, turns = iter(range(100)), iter(range(1000))
 
     def script(request):
         asked = REQUEST in codec.decode(request.input_ids[-len(codec.encode(REQUEST)) - 30 :])
-        text = sums.format(next(summaries)) if asked else says
+        text = sums.format(next(summaries)) if asked else says(next(turns)) if callable(says) else says
         ids = codec.encode(f"{text}<|im_end|>")[: request.sampling.max_new_tokens]
         stopped = ids[-1] == codec.single_token("<|im_end|>")
         return GenerateResult(ids, [-0.5] * len(ids), [(0, len(engine.requests))], "stop" if stopped else "length")
@@ -155,6 +155,15 @@ def test_a_turn_that_the_window_cuts_is_not_answered(codec):
     trajectory, _ = play(codec, Walk(sights), says="g" * 200, max_turn_tokens=140, max_tokens=180)
     assert len(segments(trajectory)) == 3 and trajectory.finish_reason == "max_tokens"
     assert "first" not in codec.decode(trajectory.tokens) and trajectory.metrics["turns"] == 3.0
+
+
+def test_a_turn_that_the_window_cut_goes_on_and_counts_once(codec):
+    """So a single long answer may take several segments."""
+    long = ["g" * 200, "done"]
+    trajectory, _ = play(
+        codec, Walk([]), says=lambda n: long[min(n, 1)], max_turn_tokens=180, max_tokens=180, max_turns=1
+    )
+    assert len(segments(trajectory)) == 2 and trajectory.finish_reason == "done" and trajectory.rewards[-1] == 1.0
 
 
 def test_an_episode_that_ends_in_time_is_as_without_compaction(codec):
