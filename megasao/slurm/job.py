@@ -16,7 +16,7 @@ from typing import Literal
 
 from megasao.config import Config
 from megasao.config.errors import UserError
-from megasao.config.rundir import Endpoints, RunDirectory
+from megasao.config.rundir import Endpoints, RunDirectory, all_engine_names
 from megasao.launch.local import PANEL_INTERVAL_S, every
 from megasao.launch.prepare import prepared_run
 from megasao.launch.process import Guardian
@@ -96,7 +96,7 @@ class Job:
         self.note("started")
         reports = self.check(guardian)
         self.ports = meeting_ports(reports)
-        return endpoints_of(reports)
+        return endpoints_of(reports, self.plan.fleet, all_engine_names(self.config))
 
     def check(self, guardian: Guardian) -> list[NodeReport]:
         """The reports of all nodes; UserError if one cannot be used."""
