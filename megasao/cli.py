@@ -329,7 +329,7 @@ def _load_checked(
 ) -> "tuple[Config, bool]":
     """The config, and whether its model is there.
 
-    ``target`` is where the run will be; "any": on a cluster if the config has one, and SGLang is asked where it is here.
+    ``target`` is where the run will be; "any": on a cluster if the config has one, and SGLang is asked if it is here.
     """
     from megasao.config.load import load_with_places
     from megasao.launch.preflight import preflight

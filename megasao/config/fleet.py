@@ -47,7 +47,7 @@ class FleetLayout:
 
     @property
     def ports_on_node(self) -> int:
-        """Ports that the servers of a node need: one each, and one where the nodes of a server that spans several meet."""
+        """Ports that the servers of a node need: one each, and one where the nodes of a server of several meet."""
         return self.per_node + (1 if self.nodes_per_server > 1 else 0)
 
     @property

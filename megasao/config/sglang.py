@@ -55,7 +55,7 @@ class SGLangConfig(Section):
     )
 
     def gpus_of_server(self) -> int:
-        """GPUs of one server, on all of its nodes: its ranks of tensor and pipeline parallelism, for each copy.
+        """GPUs of one server, on all its nodes (on a CPU processes): tensor times pipeline parallelism, for each copy.
 
         With attention in data parallel the copies share the ranks.
         """

@@ -21,7 +21,7 @@ from megasao.config.rundir import Endpoints, RunDirectory, write_atomically
 from megasao.launch.process import Guardian, RoleProcess, describe_exit, tail
 from megasao.slurm.allocation import Allocation
 from megasao.slurm.plan import CONTROLLER, ROLLOUT, TRAINER, JobPlan
-from megasao.slurm.report import PORTS, Expected, NodeReport, expected_path, read_reports
+from megasao.slurm.report import PORTS, SGLANG, Expected, NodeReport, expected_path, read_reports
 from megasao.slurm.site import Site
 from megasao.slurm.steps import Steps
 
@@ -57,33 +57,33 @@ def check_nodes(
     raise UserError("\n".join(["the nodes of this job cannot run it:", *(f"  {problem}" for problem in problems)]))
 
 
-def endpoints_of(reports: list[NodeReport], fleet: FleetLayout | None = None, names: Sequence[str] = ()) -> Endpoints:
-    """Where the run's sockets are: the controller's on its node, those of SGLang servers on theirs, the others on that of
-    trainer rank 0.
-
-    ``names`` are those of all servers of ``fleet``.
-    """
+def endpoints_of(reports: list[NodeReport]) -> Endpoints:
+    """Where the run's sockets are: the controller's on its node, the others on that of trainer rank 0."""
     controller, first = (_first(reports, component) for component in (CONTROLLER, TRAINER))
+    return Endpoints(
+        controller=f"tcp://{_host(controller.address)}:{controller.ports[0]}",
+        weights=f"tcp://{_host(first.address)}:{first.ports[1]}",
+        torch_host=first.address,
+        torch_port=first.ports[2],
+    )
+
+
+def with_servers(
+    endpoints: Endpoints, reports: list[NodeReport], fleet: FleetLayout, names: Sequence[str]
+) -> Endpoints:
+    """``endpoints`` and the addresses of SGLang servers; ``names`` are those of all of them, in order."""
     nodes = [report for report in reports if report.component == ROLLOUT]
     engines: dict[str, str] = {}
     meetings: dict[str, str] = {}
     followers: dict[str, list[str]] = {}
-    for index, name in enumerate(names if fleet is not None else ()):
+    for index, name in enumerate(names):
         place = fleet.place(index)
         here = [nodes[node] for node in place.nodes]
         engines[name], *others = [_server_url(node, place.slot) for node in here]
         if others:
             meetings[name] = f"{_host(here[0].address)}:{here[0].ports[PORTS + 1]}"
             followers[name] = others
-    return Endpoints(
-        engines=engines,
-        meetings=meetings,
-        followers=followers,
-        controller=f"tcp://{_host(controller.address)}:{controller.ports[0]}",
-        weights=f"tcp://{_host(first.address)}:{first.ports[1]}",
-        torch_host=first.address,
-        torch_port=first.ports[2],
-    )
+    return replace(endpoints, engines=engines, meetings=meetings, followers=followers)
 
 
 def _server_url(node: NodeReport, slot: int) -> str:
@@ -99,8 +99,7 @@ def problems_of(reports: list[NodeReport]) -> list[str]:
     """What nodes say of themselves, and in what they differ from most others."""
     found = [f"{report.node}: {problem}" for report in reports for problem in report.problems]
     for name in dict.fromkeys(name for report in reports for name in report.facts):
-        asked = {report.component for report in reports if name in report.facts}
-        those = [report for report in reports if report.component in asked]
+        those = [report for report in reports if name != SGLANG or report.component == ROLLOUT]
         values = Counter(report.facts.get(name, "unknown") for report in those)
         usual, count = values.most_common(1)[0]
         for report in those:

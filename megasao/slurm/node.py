@@ -23,7 +23,7 @@ from megasao.config.sglang import SGLangConfig
 from megasao.launch.about import PACKAGES
 from megasao.launch.ports import free_ports
 from megasao.slurm.plan import CONTROLLER, ROLLOUT
-from megasao.slurm.report import PORTS, Expected, NodeReport, expected_path, write_report
+from megasao.slurm.report import PORTS, SGLANG, Expected, NodeReport, expected_path, write_report
 
 LEAST_FILES = 1024
 """Open files that a process must be allowed: sockets of a large world."""
@@ -68,12 +68,12 @@ def _sglang(expected: Expected, problems: list[str]) -> dict[str, str]:
         answer = check_server_args(options, timeout_s=expected.sglang_timeout_s)
     except ValueError as error:
         problems.append(f"rollout.sglang.python: {error}")
-        return {"sglang": "none"}
+        return {SGLANG: "none"}
     if answer["unknown"]:
         problems.append(f"SGLang {answer['version']} does not know these server_args: {', '.join(answer['unknown'])}")
     elif answer["error"] is not None:
         problems.append(f"SGLang {answer['version']} does not take rollout.sglang.server_args: {answer['error']}")
-    return {"sglang": answer["version"]}
+    return {SGLANG: answer["version"]}
 
 
 def node_name() -> str:

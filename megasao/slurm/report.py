@@ -9,6 +9,8 @@ from megasao.config.rundir import RunDirectory, write_atomically
 
 PORTS = 5
 """Free ports that each node offers: for the controller, for weights, and for the rendezvous of each stage's ranks."""
+SGLANG = "sglang"
+"""The one fact that only rollout nodes have."""
 
 
 @dataclass(frozen=True)

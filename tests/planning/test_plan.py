@@ -127,7 +127,7 @@ def test_the_report_says_it_all(glm: Plan) -> None:
         "16 (62-77)",
         "layers recomputed, 100% of the optimizer in host memory",
         "at the worst time: fits; 110.0 GiB of the host's memory a rank",
-        "16 engines of 16",
+        "8 engines of 32",
     ):
         assert part in text, part
 

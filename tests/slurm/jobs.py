@@ -21,6 +21,7 @@ from tests.slurm.cluster import Cluster, wait_until
 ROOT = Path(__file__).resolve().parents[2]
 JOB_S = 150.0
 STEPS = 8
+MAX_TOKENS = 96
 SETTLE_S = 5.0
 QUEUE_S = 15.0
 """Slurm's own time to start and end a job, generously."""
@@ -33,12 +34,19 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
+def write_sparse_model(directory: Path) -> Path:
+    """Latent attention that selects its keys, here all of an episode; experts as above."""
+    write_tiny_family(directory, "glm_moe_dsa", mtp=False, num_nextn_predict_layers=0, index_topk=MAX_TOKENS)
+    write_tokenizer(directory)
+    return directory
+
+
 def write_config(path: Path, model: Path, **sections: dict[str, Any]) -> Path:
     """Two trainer nodes of one rank each, two rollout workers on one node; ``sections`` are merged into it."""
     config: dict[str, Any] = {
         "run": {"name": "run", "directory": str(path.parent)},
         "model": {"path": str(model)},
-        "environment": {"max_turns": 3, "max_tokens": 96, "max_turn_tokens": 16},
+        "environment": {"max_turns": 3, "max_tokens": MAX_TOKENS, "max_turn_tokens": 16},
         "algorithm": {"objective": {"name": "dis", "eps_low": 0.8, "eps_high": 3.0}},
         "actor": {"optimizer": {"lr": 1e-3}},
         "critic": {"optimizer": {"lr": 1e-3}, "warmup_steps": 1, "head_bias": 0.5},

@@ -83,6 +83,10 @@ def server_environment(
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
         }
+        if (ranks := config.gpus_of_server()) > 1:  # SGLang wants to know their cores; without, a NUMA node for each
+            cores = sorted(os.sched_getaffinity(0))
+            bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bound)
     return environment
 
 
@@ -118,8 +122,7 @@ def server_command(config: SGLangConfig, mode: str, arguments: Path, *, key: Pat
 
 
 def check_server_args(config: SGLangConfig, *, timeout_s: float = CHECK_TIMEOUT_S) -> dict[str, Any]:
-    """What the installed SGLang says to ``config.server_args``: its ``version``, its ``known`` names, ``unknown`` ones, an
-    ``error``.
+    """What the installed SGLang says to ``config.server_args``: ``version``, ``known``, ``unknown`` names, ``error``.
 
     ValueError if there is no SGLang that could say.
     """
