@@ -179,9 +179,14 @@ def _variable(process: psutil.Process, name: str) -> str | None:
 
 def command(cluster: Cluster, site: Path, config: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """`slurm/glm_scale.sh` as a user calls it."""
+    return script(cluster, site, "glm_scale.sh", *words, str(config))
+
+
+def script(cluster: Cluster, site: Path, name: str, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """One of the scripts of `slurm` as a user calls it."""
     return subprocess.run(
-        ["slurm/glm_scale.sh", *words, str(config)],
-        cwd=ROOT,
+        [str(ROOT / "slurm" / name), *words],
+        cwd=cwd,
         env=_environment(cluster, site),
         capture_output=True,
         text=True,
@@ -202,7 +207,11 @@ def submit_with(cluster: Cluster, site: Path, config: Path, arguments: list[str]
 
 def submit(cluster: Cluster, site: Path, config: Path, *words: str) -> Job:
     """Submit a run."""
-    done = command(cluster, site, config, *words)
+    return submitted(cluster, command(cluster, site, config, *words), config.parent)
+
+
+def submitted(cluster: Cluster, done: subprocess.CompletedProcess[str], directory: Path) -> Job:
+    """The job that a script has submitted; its output goes to ``directory``."""
     found = re.search(r"Submitted batch job (\d+)", done.stdout)
     assert found, f"{done.stdout}{done.stderr}"
-    return Job(cluster, found.group(1), config.parent)
+    return Job(cluster, found.group(1), directory)
