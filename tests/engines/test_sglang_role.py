@@ -7,8 +7,6 @@ import signal
 import stat
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from engine_checkpoints import MAX_TOTAL, Reference, load_tensors, make_checkpoint, moe_config, perturb, save_tensors
-from sglang_server import PYTHON, START_S, needs_sglang
+from sglang_server import PYTHON, START_S, ask, needs_sglang
 
 from megasao.config import Config
 from megasao.config.load import load_config
@@ -63,19 +61,6 @@ class Served:
         for process in self.processes:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(30)
-
-
-def ask(url: str, path: str, key: str | None = None, *, post: bool = False) -> int:
-    """The status that the server answers with; 0 if it does not answer."""
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key is not None else {})
-    try:
-        request = urllib.request.Request(url + path, headers=headers, data=b"{}" if post else None)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
-        return 0
 
 
 def serve(checkpoint: Path, directory: Path, hosts: Sequence[str], *overrides: str) -> Served:

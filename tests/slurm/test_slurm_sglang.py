@@ -10,8 +10,7 @@ import pytest
 from megasao.observability.jsonl import read_metrics
 from megasao.transport.keys import load_server_key
 from tests.e2e import runs
-from tests.engines.sglang_server import PYTHON, needs_sglang
-from tests.engines.test_sglang_role import ask
+from tests.engines.sglang_server import PYTHON, ask, needs_sglang
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, wait_until
 
