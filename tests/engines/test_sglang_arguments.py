@@ -26,6 +26,7 @@ from megasao.rollout.engines.sglang_arguments import (
     server_environment,
     vocab_size,
 )
+from megasao.studies.tiny_model import write_tokenizer
 from tests.megatron.tiny import write_tiny_tokenizer
 from tests.megatron.tiny_families import SETTINGS, write_tiny_family
 
@@ -90,7 +91,7 @@ def test_a_model_that_sglang_would_serve_otherwise_is_refused(tmp_path: Path) ->
 
 def test_a_run_on_a_cluster_asks_its_nodes_and_not_this_machine(tmp_path: Path) -> None:
     """A login node, or the controller's, may have no SGLang and no GPU."""
-    write_tiny_tokenizer(write_tiny_family(tmp_path / "glm", "glm_moe_dsa"))
+    write_tokenizer(write_tiny_family(tmp_path / "glm", "glm_moe_dsa"))
     changes = [f"model.path={tmp_path / 'glm'}", "rollout.sglang.python=/nowhere/python", "sft=null", "critic=null"]
     changes += ["algorithm.advantages.name=group", "loop.group_size=2", "parallel.ranks=1"]
     changes += ["rollout.sglang.server_args={device: cpu}"]
