@@ -1,4 +1,4 @@
-"""Speed of training steps on CPU, one thread a rank: ``python benchmarks/training_step.py [--repeats 3]``.
+"""Speed of training steps on CPU, one thread a rank: ``python benchmarks/training_step.py``.
 
 A mixture of experts of 14 M parameters, float32. Four questions, each answered by a ratio within one run:
 - one rank against the same step written with transformers and torch's fused AdamW (losses must agree; alternating);
@@ -36,6 +36,8 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 LENGTH, SEQUENCES = 256, 8
+QUICK = {"vocab_size": 64, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+"""Another shape, that only shows whether the script runs."""
 LAYOUTS: dict[str, dict[str, int]] = {"1 rank": {"ranks": 1}, "DP2": {"ranks": 2}, "EP2": {"ranks": 2, "expert": 2}}
 
 
@@ -259,16 +261,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="a model so small that its times say nothing")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.quick:
+        SHAPE.update(QUICK)
     if options.rank:
         model, name = options.rank
         print(json.dumps(MEASUREMENTS[name][1](Path(model), options.repeats)))
         return
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))
+        common = ["--repeats", str(options.repeats), *(["--quick"] if options.quick else [])]
         found = {
-            name: run_ranks(__file__, ranks, ["--rank", directory, name, "--repeats", str(options.repeats)])[0]
+            name: run_ranks(__file__, ranks, ["--rank", directory, name, *common])[0]
             for name, (ranks, _) in MEASUREMENTS.items()
         }
     print("\n".join(report(found)))

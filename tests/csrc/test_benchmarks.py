@@ -43,3 +43,11 @@ def test_logprobs(tmp_path: Path) -> None:
     run("logprobs.py", *sizes, "--json", str(report))
     rows = json.loads(report.read_text())["rows"]
     assert rows["plain"]["loss"] == pytest.approx(rows["4"]["loss"], rel=1e-5)
+
+
+def test_training_step(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert "times the packed step" in run("training_step.py", "--quick", "--repeats=1", "--json", str(report))
+    found = json.loads(report.read_text())
+    assert found["padded"]["tokens"] > 2 * found["packed"]["tokens"]
+    assert 0 < found["packed"]["share"] < 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e import runs
+from tests.e2e import greedy, runs
 
 pytestmark = pytest.mark.e2e
 
@@ -52,6 +52,10 @@ def test_fine_tuning_then_asynchronous_run_on_two_ranks(model: Path, tmp_path: P
     tokens = [3, 4, 5, 6]
     assert not torch.equal(logits(run.final_policy, tokens), logits(run.sft, tokens)), "the policy was trained"
     assert not torch.equal(logits(run.sft, tokens), logits(model, tokens)), "fine-tuning moved the model"
+    prompts = [[(3 * number + step) % 32 for step in range(4 + number)] for number in range(12)]
+    answers = greedy.by_transformers(run.final_policy, prompts)
+    assert greedy.by_engine(run.sft, run.final_policy, prompts) == answers
+    assert greedy.by_transformers(run.sft, prompts) != answers, "other weights answer otherwise"
     assert json.loads((run.path / "summary.json").read_text(encoding="utf-8"))
     page = (run.path / "report.html").read_text(encoding="utf-8")
     assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
