@@ -29,7 +29,7 @@ def write_config(path: Path, model: Path, **sections: dict[str, Any]) -> Path:
         "rollout": {"workers": 1, "concurrency": 16, "engine": "sglang", "sglang": sglang},
         "evaluation": {"problems": 4, "every": 0, "sampled": False, "timeout_s": START_S},
         "supervision": {"start_timeout_s": START_S, "hang_timeout_s": START_S},
-        "slurm": {"cpus_per_server": 1},
+        "slurm": {"cpus_per_server": 1, "check_timeout_s": 200.0},
     }
     for name, section in sections.items():
         changes[name] = {**changes.get(name, {}), **section}
