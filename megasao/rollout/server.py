@@ -91,7 +91,7 @@ def start(run: RunDirectory, config: Config, part: Part) -> subprocess.Popen[byt
     )
     file = directory / "args.json"
     file.write_text(json.dumps({**arguments, **part.world}, indent=2), encoding="utf-8")
-    load_server_key(run.keys)
+    load_server_key(run.keys)  # one that others can read is refused
     command = server_command(options, "serve", file, key=server_key_path(run.keys))
     return subprocess.Popen(command, env=server_environment(options, architecture))
 

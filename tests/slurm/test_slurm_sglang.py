@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, needs_sglang]
 
 START_S = 400.0
 """Servers and trainer start together on two cores."""
-STEPS = 4
+STEPS = 3
 
 
 def write_config(path: Path, model: Path, **sections: dict[str, Any]) -> Path:
@@ -53,7 +53,7 @@ def test_a_job_with_servers_and_one_that_is_killed(cluster: Cluster, sparse_mode
     config = write_config(tmp_path / "config.yaml", sparse_model)
     job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
     wait_until(lambda: job.state == "RUNNING", 30, job.explain)
-    wait_for_steps(job, 2)
+    wait_for_steps(job, 1)
     url, key = job.run.read_endpoints().engines["engine-0-0"], load_server_key(job.run.keys)
     assert (ask(url, "/model_info"), ask(url, "/model_info", key)) == (401, 200)
     server(job).kill()
