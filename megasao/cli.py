@@ -8,7 +8,7 @@ import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -64,7 +64,7 @@ def check(
     ] = False,
 ) -> None:
     """Validate a config without starting anything."""
-    config, model_there = _load_checked(config_file, overrides)
+    config, model_there = _load_checked(config_file, overrides, target="any")
     if print_config:
         from megasao.config.help import describe_config
 
@@ -262,7 +262,7 @@ def slurm_job(config_file: ConfigFile, overrides: Overrides = None, resume: Resu
     from megasao.launch.supervisor import RoleFailed
     from megasao.slurm.job import Job
 
-    config, model_there = _load_checked(config_file, overrides)
+    config, model_there = _load_checked(config_file, overrides, target="cluster")
     if not model_there:
         raise UserError(f"model.path = {config.model.path} has no config.json: not a Hugging Face checkpoint directory")
     try:
@@ -365,13 +365,20 @@ def critic(run: RunPath) -> None:
     run_critic(directory, config)
 
 
-def _load_checked(config_file: Path, overrides: list[str] | None) -> "tuple[Config, bool]":
-    """The config, and whether its model is there."""
+def _load_checked(
+    config_file: Path, overrides: list[str] | None, *, target: Literal["machine", "cluster", "any"] = "machine"
+) -> "tuple[Config, bool]":
+    """The config, and whether its model is there.
+
+    ``target`` is where the run will be; "any": on a cluster if the config has one, and SGLang is asked if it is here.
+    """
     from megasao.config.load import load_with_places
     from megasao.launch.preflight import preflight
 
     config, document = load_with_places(config_file, overrides or [])
-    return config, preflight(config, document)
+    on_cluster = target == "cluster" or (target == "any" and config.slurm is not None)
+    ask_sglang = not on_cluster or (target == "any" and Path(config.rollout.sglang.python).exists())
+    return config, preflight(config, document, on_cluster=on_cluster, ask_sglang=ask_sglang)
 
 
 def _open_run(path: Path) -> "tuple[RunDirectory, Config]":

@@ -7,7 +7,7 @@
 #SBATCH hetjob
 #SBATCH --job-name=glm-5-2 --nodes=32 --ntasks-per-node=8 --cpus-per-task=8 --mem=0 --time=2880 --gres=gpu:8
 #SBATCH hetjob
-#SBATCH --job-name=glm-5-2 --nodes=32 --ntasks-per-node=1 --cpus-per-task=16 --mem=0 --time=2880 --gres=gpu:8
+#SBATCH --job-name=glm-5-2 --nodes=32 --ntasks-per-node=1 --cpus-per-task=24 --mem=0 --time=2880 --gres=gpu:8
 
 # A run on a Slurm cluster: slurm/glm_scale.sh [--resume] [CONFIG] [key=value ...]
 #

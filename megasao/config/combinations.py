@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megasao.config import megatron
 from megasao.config.errors import Problem
+from megasao.config.fleet import fleet_problems
 from megasao.config.sglang import CONTEXT_SLACK, SET_BY_US
 from megasao.config.training import OptimizerConfig
 
@@ -285,9 +286,6 @@ def slurm_nodes(config: "Config") -> Iterator[Problem]:
     options = config.slurm
     if options is None:
         return
-    if config.rollout.engine == "sglang":
-        reason = "a Slurm job does not start SGLang servers yet; use the embedded engine, or take the section slurm out"
-        yield Problem("rollout.engine", reason)
     gpus, ranks, workers = options.gpus_per_node, config.parallel.ranks, config.rollout.workers
     on_node = options.ranks_on_a_node()
     if ranks > on_node and ranks % on_node:
@@ -298,7 +296,12 @@ def slurm_nodes(config: "Config") -> Iterator[Problem]:
     if (own := config.of_critic.parallel.ranks) != ranks and own > on_node and own % on_node:
         reason = f"critic.parallel.ranks = {own} do not fill whole nodes of {on_node}; give a number that divides them"
         yield Problem("slurm.ranks_per_node", reason)
-    if workers % options.rollout_nodes:
+    if config.rollout.engine == "sglang":
+        yield from fleet_problems(config)
+    elif options.nodes_per_server > 1:
+        reason = f"has no reader while rollout.engine = {config.rollout.engine}; set rollout.engine to sglang"
+        yield Problem("slurm.nodes_per_server", reason)
+    elif workers % options.rollout_nodes:
         reason = f"rollout.workers = {workers} cannot be spread evenly over {options.rollout_nodes} nodes"
         yield Problem("slurm.rollout_nodes", f"{reason}; give a number that divides them, or more workers")
     elif gpus and workers // options.rollout_nodes > gpus:

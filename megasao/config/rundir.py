@@ -46,6 +46,10 @@ class Endpoints:
     """Where a critic in a world of its own is asked; empty where there is none."""
     engines: dict[str, str] = field(default_factory=dict)
     """Base address of each SGLang server by its role's name."""
+    meetings: dict[str, str] = field(default_factory=dict)
+    """``host:port`` where the processes of a server of several nodes meet, by its name."""
+    followers: dict[str, list[str]] = field(default_factory=dict)
+    """Base addresses of such a server's further nodes, in order: they tell its health and nothing else."""
 
 
 @dataclass(frozen=True)

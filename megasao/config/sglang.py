@@ -14,6 +14,11 @@ SET_BY_US = (
     "incremental_streaming_output",
     "stream_interval",
     "weight_version",
+    "api_key",
+    "admin_api_key",
+    "nnodes",
+    "node_rank",
+    "dist_init_addr",
 )
 """Server arguments that follow from the rest of the config."""
 
@@ -48,3 +53,16 @@ class SGLangConfig(Section):
     server_args: dict[str, Any] = Field(
         default_factory=dict, description="Any argument of SGLang's ServerArgs, by its name, checked before the start."
     )
+
+    def gpus_of_server(self) -> int:
+        """GPUs of one server, on all its nodes (on a CPU processes): tensor times pipeline parallelism, for each copy.
+
+        With attention in data parallel the copies share the ranks.
+        """
+        copies = 1 if self.server_args.get("enable_dp_attention") else self._number("dp_size")
+        return self._number("tp_size") * self._number("pp_size") * copies
+
+    def _number(self, name: str) -> int:
+        """A server argument that counts something, 1 where it is not given; SGLang itself says if it is no number."""
+        value = self.server_args.get(name)
+        return value if isinstance(value, int) and value > 0 else 1

@@ -18,8 +18,16 @@ class SlurmConfig(Section):
         None, ge=1, description="Trainer processes of a node; null is one a GPU, or one a node without GPUs."
     )
     cpus_per_rank: int = Field(8, ge=1, description="CPUs of a trainer process.")
-    rollout_nodes: int = Field(1, ge=1, description="Nodes of the rollout fleet; rollout.workers spread evenly.")
+    rollout_nodes: int = Field(
+        1, ge=1, description="Nodes of the rollout fleet; rollout.workers, or their SGLang servers, spread evenly."
+    )
+    nodes_per_server: int = Field(
+        1,
+        ge=1,
+        description="Nodes that one SGLang server spans, all of each; more than 1 where a node has too few GPUs.",
+    )
     cpus_per_worker: int = Field(16, ge=1, description="CPUs of a rollout worker.")
+    cpus_per_server: int = Field(8, ge=1, description="CPUs of an SGLang server on each of its nodes.")
     controller_cpus: int = Field(4, ge=2, description="CPUs of the controller's node; the launcher runs there too.")
     controller_memory: str = Field("16G", pattern=_MEMORY, description="Memory of the controller's node, for sbatch.")
     memory: str = Field("0", pattern=_MEMORY, description="Memory of each other node, for sbatch; 0 is all it has.")

@@ -20,8 +20,12 @@ _SAMPLE_PROMPTS = 32
 """Enough for every character that prompts are made of to appear."""
 
 
-def preflight(config: Config, document: Document) -> bool:
-    """Check everything at once; ConfigError with places from ``document``. False if the model is not there yet."""
+def preflight(config: Config, document: Document, *, on_cluster: bool = False, ask_sglang: bool = True) -> bool:
+    """Check everything at once; ConfigError with places from ``document``. False if the model is not there yet.
+
+    ``on_cluster``: the servers run on nodes as section slurm says, not on this machine. ``ask_sglang``: its server
+    arguments are checked here; otherwise the nodes that have it do so themselves.
+    """
     problems = [
         *_environment(config),
         *_benchmarks(config),
@@ -29,13 +33,13 @@ def preflight(config: Config, document: Document) -> bool:
         *_packages(config),
         *_operators(config),
         *_value_model(config),
-        *_server_args(config),
+        *(_server_args(config) if ask_sglang else []),
     ]
     model_there = False
     try:
         model_there = check_model(config)
         if model_there:
-            problems.extend(_served_model(config))
+            problems.extend(_served_model(config, on_cluster=on_cluster))
         if model_there and not problems:
             problems.extend(_tokenizer(config))
     except ConfigError as error:
@@ -180,14 +184,15 @@ def _server_args(config: Config) -> list[Problem]:
     return [Problem(f"{section}.{name}", _unknown_argument(name, answer["known"])) for name in answer["unknown"]]
 
 
-def _served_model(config: Config) -> list[Problem]:
+def _served_model(config: Config, *, on_cluster: bool) -> list[Problem]:
     """A model that SGLang does not serve as it is."""
     if config.rollout.engine != "sglang":
         return []
     from megasao.rollout.engines.sglang_arguments import model_problem
 
     longest, hf_config = config.environment.max_tokens, read_hf_config(Path(config.model.path))
-    reason = model_problem(config.rollout.sglang, hf_config, max_tokens=longest)
+    on_cpu = config.slurm.gpus_per_node == 0 if on_cluster and config.slurm is not None else None
+    reason = model_problem(config.rollout.sglang, hf_config, max_tokens=longest, on_cpu=on_cpu)
     return [Problem("rollout.engine", reason)] if reason else []
 
 

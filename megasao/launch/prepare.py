@@ -19,7 +19,7 @@ from megasao.config.errors import UserError
 from megasao.config.load import dump_config, load_config
 from megasao.config.rundir import Endpoints, RunDirectory, all_engine_names, write_atomically
 from megasao.launch.ports import free_ports
-from megasao.transport.keys import make_run_keys
+from megasao.transport.keys import make_run_keys, make_server_key
 
 SAFE_TO_CHANGE = ("loop.steps", "observability", "checkpoint", "evaluation", "supervision", "slurm", "weights")
 _SAME_BY_CONSTRUCTION = ("run.directory",)  # may be spelled another way for the same place
@@ -50,6 +50,8 @@ def prepared_run(
         write_atomically(run.config, dump_config(config))
         if config.transport.curve:
             make_run_keys(run.keys)
+        if config.rollout.engine == "sglang":
+            make_server_key(run.keys)
         run.write_endpoints(place(run, config) if place is not None else new_endpoints(config))
         yield run
 

@@ -1,28 +1,34 @@
-"""Role: one SGLang server, started, watched and ended with this process.
+"""Role: one SGLang server, started, watched and ended with this process; on a cluster, one node of such a server.
 
 Invariants, asserted by the tests:
 - the server lives in this process's group, so that whoever ends the role ends the server;
 - the role shows a sign of life only when the server has generated a token: a hung one falls silent, and is restarted;
-- a server that dies ends the role with an error that says how.
+- a server that dies ends the role with an error that says how;
+- whoever does not show the run's key gets nothing from the server but its health.
 """
 
 import json
 import logging
+import os
 import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from megasao.config import Config
 from megasao.config.lifesign import LifeSign
-from megasao.config.rundir import RunDirectory
+from megasao.config.rundir import Endpoints, RunDirectory
 from megasao.rollout.engines.sglang_arguments import (
     make_served_directory,
     server_arguments,
     server_command,
     server_environment,
 )
+from megasao.transport.keys import load_server_key, server_key_path
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +42,43 @@ class ServerDied(RuntimeError):
 
 def run(run: RunDirectory, config: Config, name: str) -> None:
     """Serve ``name`` until the process is ended. ServerDied, or ValueError for a server that the run does not have."""
-    engines = run.read_endpoints().engines
-    if name not in engines:
-        raise ValueError(f"the run has no server {name!r}; it has {', '.join(engines) or 'none'}")
-    url, lifesign = engines[name], LifeSign(run.heartbeat(name))
-    process = start(run, config, name, url)
+    part = own_part(run.read_endpoints(), name)
+    lifesign = LifeSign(run.heartbeat(part.role))
+    process = start(run, config, part)
     try:
-        _until_ready(process, url, config.supervision.start_timeout_s, lifesign)
-        logger.info("%s is ready at %s", name, url)
-        _watch(process, url, lifesign)
+        _until_ready(process, part.url, config.supervision.start_timeout_s, lifesign)
+        logger.info("%s is ready at %s", part.role, part.url)
+        _watch(process, part.url, lifesign)
     finally:
         process.kill()
         process.wait()
 
 
-def start(run: RunDirectory, config: Config, name: str, url: str) -> subprocess.Popen[bytes]:
+@dataclass(frozen=True)
+class Part:
+    """What one node has of a server: its role's name, its address, and how it finds the other nodes."""
+
+    role: str
+    url: str
+    world: Mapping[str, Any]
+
+
+def own_part(endpoints: Endpoints, name: str, environment: Mapping[str, str] = os.environ) -> Part:
+    """This process's part of the server ``name``. ValueError for a server that the run does not have."""
+    if name not in endpoints.engines:
+        raise ValueError(f"the run has no server {name!r}; it has {', '.join(endpoints.engines) or 'none'}")
+    followers = endpoints.followers.get(name)
+    if not followers:
+        return Part(name, endpoints.engines[name], {})
+    rank = int(environment["SLURM_PROCID"])
+    world = {"nnodes": 1 + len(followers), "node_rank": rank, "dist_init_addr": endpoints.meetings[name]}
+    # The first node's sign of life is the server's: that of another says that it waits for the first.
+    return Part(f"{name}.{rank}", followers[rank - 1], world) if rank else Part(name, endpoints.engines[name], world)
+
+
+def start(run: RunDirectory, config: Config, part: Part) -> subprocess.Popen[bytes]:
     """Start the server of the run's first policy; the weights of later ones come from its rollout worker."""
-    directory, address = run.engine(name), urlsplit(url)
+    directory, address = run.engine(part.role), urlsplit(part.url)
     assert address.hostname is not None and address.port is not None
     options = config.rollout.sglang
     architecture = make_served_directory(options, run.policy_path(config), directory / "model")
@@ -64,8 +90,10 @@ def start(run: RunDirectory, config: Config, name: str, url: str) -> subprocess.
         max_tokens=config.environment.max_tokens,
     )
     file = directory / "args.json"
-    file.write_text(json.dumps(arguments, indent=2), encoding="utf-8")
-    return subprocess.Popen(server_command(options, "serve", file), env=server_environment(options, architecture))
+    file.write_text(json.dumps({**arguments, **part.world}, indent=2), encoding="utf-8")
+    load_server_key(run.keys)  # one that others can read is refused
+    command = server_command(options, "serve", file, key=server_key_path(run.keys))
+    return subprocess.Popen(command, env=server_environment(options, architecture))
 
 
 def _until_ready(process: "subprocess.Popen[bytes]", url: str, timeout_s: float, lifesign: LifeSign) -> None:

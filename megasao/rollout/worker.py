@@ -22,7 +22,7 @@ from megasao.rollout.episode import EpisodeRunner
 from megasao.rollout.link import ControllerLink
 from megasao.rollout.service import RolloutService
 from megasao.transport.endpoints import connect_dealer
-from megasao.transport.keys import CurveKeys, load_keys
+from megasao.transport.keys import CurveKeys, load_keys, load_server_key
 from megasao.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ def sglang_engine(run: RunDirectory, config: Config, names: Sequence[str], *, st
     from megasao.rollout.fleet import Fleet
 
     path, addresses, directory = run.policy_path(config), run.read_endpoints().engines, run.staging(staging).resolve()
+    key = load_server_key(run.keys)
     engines = [
         SGLangEngine(
             addresses[name],
@@ -74,6 +75,7 @@ def sglang_engine(run: RunDirectory, config: Config, names: Sequence[str], *, st
             seed=seed,
             start_timeout_s=config.supervision.start_timeout_s,
             update_timeout_s=config.transport.weights_timeout_s,
+            key=key,
         )
         for name in names
     ]

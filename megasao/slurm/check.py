@@ -11,20 +11,25 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
+from megasao.config import Config
 from megasao.config.errors import UserError
+from megasao.config.fleet import FleetLayout
 from megasao.config.rundir import Endpoints, RunDirectory, write_atomically
 from megasao.launch.process import Guardian, RoleProcess, describe_exit, tail
 from megasao.slurm.allocation import Allocation
-from megasao.slurm.plan import CONTROLLER, CRITIC, TRAINER, JobPlan
-from megasao.slurm.report import Expected, NodeReport, expected_path, read_reports
+from megasao.slurm.plan import CONTROLLER, CRITIC, ROLLOUT, TRAINER, JobPlan
+from megasao.slurm.report import PORTS, SGLANG, Expected, NodeReport, expected_path, read_reports
 from megasao.slurm.site import Site
 from megasao.slurm.steps import Steps
 
 LARGEST_SKEW_S = 5.0
 _POLL_S = 0.1
 _LOG_LINES = 15
+_SGLANG_SHARE = 0.8
+"""Of the time of a check, what SGLang has to answer: a node whose SGLang does not must still say so."""
 
 
 def check_nodes(
@@ -38,7 +43,7 @@ def check_nodes(
     timeout_s: float,
 ) -> list[NodeReport]:
     """Check every node of the job at once; their reports. UserError naming each node that cannot be used, and why."""
-    nonce = _ask(run, plan, site)
+    nonce = _ask(run, plan, site, steps.config, timeout_s)
     roles = [steps.check(index) for index in range(len(plan.components))]
     codes = _run([RoleProcess(role, guardian) for role in roles], timeout_s)
     reports = read_reports(run, nonce)
@@ -65,6 +70,28 @@ def endpoints_of(reports: list[NodeReport]) -> Endpoints:
     )
 
 
+def with_servers(
+    endpoints: Endpoints, reports: list[NodeReport], fleet: FleetLayout, names: Sequence[str]
+) -> Endpoints:
+    """``endpoints`` and the addresses of SGLang servers; ``names`` are those of all of them, in order."""
+    nodes = [report for report in reports if report.component == ROLLOUT]
+    engines: dict[str, str] = {}
+    meetings: dict[str, str] = {}
+    followers: dict[str, list[str]] = {}
+    for index, name in enumerate(names):
+        place = fleet.place(index)
+        here = [nodes[node] for node in place.nodes]
+        engines[name], *others = [_server_url(node, place.slot) for node in here]
+        if others:
+            meetings[name] = f"{_host(here[0].address)}:{here[0].ports[PORTS + 1]}"
+            followers[name] = others
+    return replace(endpoints, engines=engines, meetings=meetings, followers=followers)
+
+
+def _server_url(node: NodeReport, slot: int) -> str:
+    return f"http://{_host(node.address)}:{node.ports[PORTS + slot]}"
+
+
 def meeting_ports(reports: list[NodeReport]) -> dict[str, int]:
     """Where the ranks of each stage meet; one each, as the kernel may still hold that of the stage before."""
     ports = dict(zip(("trainer", "sft", "value"), _first(reports, TRAINER).ports[2:], strict=True))
@@ -83,11 +110,12 @@ def problems_of(reports: list[NodeReport]) -> list[str]:
     """What nodes say of themselves, and in what they differ from most others."""
     found = [f"{report.node}: {problem}" for report in reports for problem in report.problems]
     for name in dict.fromkeys(name for report in reports for name in report.facts):
-        values = Counter(report.facts.get(name, "unknown") for report in reports)
+        those = [report for report in reports if name != SGLANG or report.component == ROLLOUT]
+        values = Counter(report.facts.get(name, "unknown") for report in those)
         usual, count = values.most_common(1)[0]
-        for report in reports:
+        for report in those:
             if (value := report.facts.get(name, "unknown")) != usual:
-                found.append(f"{report.node}: {name} {value}, but {usual} on {count} of {len(reports)} nodes")
+                found.append(f"{report.node}: {name} {value}, but {usual} on {count} of {len(those)} nodes")
     clocks = sorted(report.clock_s for report in reports)
     for report in reports:
         if abs(skew := report.clock_s - clocks[len(clocks) // 2]) > LARGEST_SKEW_S:
@@ -95,13 +123,21 @@ def problems_of(reports: list[NodeReport]) -> list[str]:
     return found
 
 
-def _ask(run: RunDirectory, plan: JobPlan, site: Site) -> str:
+def _ask(run: RunDirectory, plan: JobPlan, site: Site, config: Config, timeout_s: float) -> str:
     """Write what is expected, in place of what an earlier launch left; its nonce."""
     directory = expected_path(run).parent
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     gpus = [component.gpus_per_node for component in plan.components]
     expected = Expected(secrets.token_hex(8), site.interface, site.ipv6, gpus)
+    if plan.fleet is not None:
+        options = config.rollout.sglang.model_dump()
+        expected = replace(
+            expected,
+            server_ports=plan.fleet.ports_on_node,
+            sglang=options,
+            sglang_timeout_s=_SGLANG_SHARE * timeout_s,
+        )
     write_atomically(expected_path(run), json.dumps(asdict(expected)))
     return expected.nonce
 

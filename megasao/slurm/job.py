@@ -16,14 +16,14 @@ from typing import Literal
 
 from megasao.config import Config
 from megasao.config.errors import UserError
-from megasao.config.rundir import Endpoints, RunDirectory
+from megasao.config.rundir import Endpoints, RunDirectory, all_engine_names
 from megasao.launch.local import PANEL_INTERVAL_S, every
 from megasao.launch.prepare import prepared_run
 from megasao.launch.process import Guardian
 from megasao.launch.supervisor import Outcome, RoleFailed, StopSignals
 from megasao.observability.history import Happening, latest_step, record
 from megasao.slurm.allocation import Allocation, read_allocation, refuse_what_does_not_fit, slurm_command
-from megasao.slurm.check import check_nodes, endpoints_of, meeting_ports
+from megasao.slurm.check import check_nodes, endpoints_of, meeting_ports, with_servers
 from megasao.slurm.plan import ROLLOUT, JobPlan, plan_job, slurm_section
 from megasao.slurm.report import NodeReport
 from megasao.slurm.site import Site, read_site
@@ -96,7 +96,10 @@ class Job:
         self.note("started")
         reports = self.check(guardian)
         self.ports = meeting_ports(reports)
-        return endpoints_of(reports)
+        endpoints = endpoints_of(reports)
+        if self.plan.fleet is None:
+            return endpoints
+        return with_servers(endpoints, reports, self.plan.fleet, all_engine_names(self.config))
 
     def check(self, guardian: Guardian) -> list[NodeReport]:
         """The reports of all nodes; UserError if one cannot be used."""

@@ -19,10 +19,11 @@ import psutil
 import megasao
 from megasao.config.errors import UserError
 from megasao.config.rundir import RunDirectory
+from megasao.config.sglang import SGLangConfig
 from megasao.launch.about import PACKAGES
 from megasao.launch.ports import free_ports
-from megasao.slurm.plan import CONTROLLER
-from megasao.slurm.report import PORTS, Expected, NodeReport, expected_path, write_report
+from megasao.slurm.plan import CONTROLLER, ROLLOUT
+from megasao.slurm.report import PORTS, SGLANG, Expected, NodeReport, expected_path, write_report
 
 LEAST_FILES = 1024
 """Open files that a process must be allowed: sockets of a large world."""
@@ -40,6 +41,8 @@ def check_node(run: RunDirectory, component: int) -> NodeReport:
             "nodes share"
         ) from None
     problems: list[str] = []
+    servers = component == ROLLOUT and expected.sglang is not None
+    count = PORTS + (expected.server_ports if servers else 0)
     address = _found(problems, lambda: interface_address(expected.interface, ipv6=expected.ipv6), "")
     report = NodeReport(
         node=node_name(),
@@ -47,13 +50,30 @@ def check_node(run: RunDirectory, component: int) -> NodeReport:
         nonce=expected.nonce,
         index=int(os.environ.get("SLURM_PROCID", "0")),
         address=address,
-        ports=_found(problems, lambda: free_ports(PORTS, address), []) if address else [],
-        facts=facts(),
+        ports=_found(problems, lambda: free_ports(count, address), []) if address else [],
+        facts={**facts(), **(_sglang(expected, problems) if servers else {})},
         clock_s=_found(problems, lambda: clock_offset_s(run), 0.0),
         problems=[*problems, *_limits(), *_torch(component, expected.gpus[component])],
     )
     write_report(run, report)
     return report
+
+
+def _sglang(expected: Expected, problems: list[str]) -> dict[str, str]:
+    """The version of the SGLang that servers on this node would be; what keeps it from serving goes to ``problems``."""
+    from megasao.rollout.engines.sglang_arguments import check_server_args
+
+    options = SGLangConfig.model_validate(expected.sglang)
+    try:
+        answer = check_server_args(options, timeout_s=expected.sglang_timeout_s)
+    except ValueError as error:
+        problems.append(f"rollout.sglang.python: {error}")
+        return {SGLANG: "none"}
+    if answer["unknown"]:
+        problems.append(f"SGLang {answer['version']} does not know these server_args: {', '.join(answer['unknown'])}")
+    elif answer["error"] is not None:
+        problems.append(f"SGLang {answer['version']} does not take rollout.sglang.server_args: {answer['error']}")
+    return {SGLANG: answer["version"]}
 
 
 def node_name() -> str:

@@ -3,11 +3,14 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megasao.config.rundir import RunDirectory, write_atomically
 
 PORTS = 5
 """Free ports that each node offers: for the controller, for weights, and for the rendezvous of each stage's ranks."""
+SGLANG = "sglang"
+"""The one fact that only rollout nodes have."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,12 @@ class Expected:
     ipv6: bool
     gpus: list[int]
     """GPUs of a node, by component."""
+    server_ports: int = 0
+    """Ports that a rollout node offers beside those of every node, for SGLang servers; 0 where there are none."""
+    sglang: dict[str, Any] | None = None
+    """The section rollout.sglang, whose SGLang a rollout node is asked about; None where no servers run."""
+    sglang_timeout_s: float = 0.0
+    """How long that may take."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The stages of a run as steps of a Slurm job, and the signal that tells it to leave.
 
 Invariants (tests assert them):
-- a controller or trainer step that dies fails the run, with the last lines of the rank that died first; a rollout step
-  is replaced while the trainer goes on;
+- a controller or trainer step that dies fails the run, with the last lines of the rank that died first; the step of a
+  rollout worker or of a server is replaced while the trainer goes on;
 - the signal is passed on once, to whom it concerns.
 """
 
@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Mapping
 
 from megasao.config import Config
-from megasao.config.rundir import RunDirectory
+from megasao.config.rundir import RunDirectory, all_engine_names
 from megasao.launch.local import LocalRun, Stage
 from megasao.launch.process import Guardian, Role, tail
 from megasao.launch.roles import megasao_command, worlds_of
@@ -63,6 +63,11 @@ class SlurmRun(LocalRun):
     def rollout(self, index: int) -> Unit:
         """A step of its own, which can be replaced."""
         return Unit(f"rollout-{index}", lambda: [self._steps.rollout(index)])
+
+    def engine(self, index: int) -> Unit:
+        """A step on all of the server's nodes, which can be replaced."""
+        name = all_engine_names(self.config)[index]
+        return Unit(name, lambda: [self._steps.engine(index)], ends_by_itself=False)
 
     def world(self, stage: str) -> Unit:
         """One step of all ranks, and one of those of a separate critic: together, as on one machine."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megasao.config import Config
-from megasao.config.rundir import RunDirectory
+from megasao.config.rundir import RunDirectory, all_engine_names
+from megasao.config.slurm import SlurmConfig
 from megasao.launch.process import Role
 from megasao.launch.roles import EVERYWHERE, megasao_command, without_cuda, worlds_of
-from megasao.slurm.plan import CONTROLLER, ROLLOUT, Component, JobPlan, component_of, node_of_worker
+from megasao.slurm.plan import CONTROLLER, ROLLOUT, Component, JobPlan, component_of, node_of_worker, slurm_section
 from megasao.slurm.site import Site
 
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH")
@@ -51,9 +52,30 @@ class Steps:
         """Rollout worker ``index``, a step of its own so that it can be replaced."""
         component, name = self.plan.components[ROLLOUT], f"rollout-{index}"
         node = self.rollout_nodes[node_of_worker(self.plan, index)]
-        # Workers of one node share neither CPUs nor GPUs.
-        options = ["--nodes=1", "--ntasks=1", f"--nodelist={node}", "--exact", *_gpus(component.gpus_per_task)]
-        return self._role(name, ROLLOUT, options, self._command("rollout", index), heartbeat=name)
+        with_servers = self.plan.fleet is not None
+        # Steps of one node share neither CPUs nor GPUs, and those without get none only where they say so.
+        gpus = ["--gres=none"] if with_servers else _gpus(component.gpus_per_task)
+        return self._role(
+            name,
+            ROLLOUT,
+            ["--nodes=1", "--ntasks=1", f"--nodelist={node}", "--exact", *(gpus if component.gpus_per_node else [])],
+            self._command("rollout", index),
+            heartbeat=name,
+            cpus=self._options.cpus_per_worker,
+            without_gpus=with_servers,
+        )
+
+    def engine(self, index: int) -> Role:
+        """SGLang server ``index`` of the run, a step on all of its nodes, one task each."""
+        fleet, name = self.plan.fleet, all_engine_names(self.config)[index]
+        assert fleet is not None
+        nodes = [self.rollout_nodes[node] for node in fleet.place(index).nodes]
+        options = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
+        options += [f"--nodelist={','.join(nodes)}", "--exact", "--kill-on-bad-exit=1"]
+        if self.plan.components[ROLLOUT].gpus_per_node:
+            options += _gpus(fleet.gpus_on_node)
+        command = self._command("engine", index)
+        return self._role(name, ROLLOUT, options, command, heartbeat=name, cpus=self._options.cpus_per_server)
 
     def world(self, stage: str, host: str, port: int) -> Role:
         """Every rank of a stage, one step; rank r writes ``logs/STAGE-r.log``."""
@@ -76,8 +98,13 @@ class Steps:
         """The commands of a whole training run, in order of their start."""
         roles = [self.check(index) for index in range(len(self.plan.components))]
         roles += [self.controller(), *(self.rollout(index) for index in range(self.config.rollout.workers))]
+        roles += [self.engine(index) for index in range(len(all_engine_names(self.config)))]
         roles += [self.world(stage, "", 0) for stage in worlds_of(self.config)]
         return [" ".join(role.command) for role in roles]
+
+    @property
+    def _options(self) -> SlurmConfig:
+        return slurm_section(self.config)
 
     def _command(self, role: str, index: int) -> list[str]:
         return megasao_command(self.run, self.site.step_python)(role, index)
@@ -91,14 +118,17 @@ class Steps:
         *,
         heartbeat: str | None = None,
         extra: Mapping[str, str] | None = None,
+        cpus: int | None = None,
+        without_gpus: bool = False,
     ) -> Role:
+        """``cpus``: of a task, where those of its component are for more than it."""
         component = self.plan.components[index]
-        exported = {**self._exported(component), **(extra or {})}
+        exported = {**self._exported(component, without_gpus=without_gpus), **(extra or {})}
         srun = [
             "srun",
             f"--job-name={name}",
             f"--het-group={index}",
-            f"--cpus-per-task={component.cpus_per_task}",
+            f"--cpus-per-task={cpus or component.cpus_per_task}",
             "--mem=0",
             "--input=none",
             "--unbuffered",
@@ -117,11 +147,12 @@ class Steps:
             ask_before_kill_s=ASK_BEFORE_KILL_S,
         )
 
-    def _exported(self, component: Component) -> dict[str, str]:
+    def _exported(self, component: Component, *, without_gpus: bool = False) -> dict[str, str]:
         names = [*INHERITED, *self.site.export]
         exported = {name: self.environment[name] for name in names if name in self.environment}
         exported |= EVERYWHERE | socket_environment(self.site)
-        return exported if component.gpus_per_node else exported | without_cuda(self._threads(component))
+        with_gpus = component.gpus_per_node and not without_gpus
+        return exported if with_gpus else exported | without_cuda(self._threads(component))
 
     def _threads(self, component: Component) -> int:
         return self.config.rollout.embedded.threads if component.name == "rollout" else 1

@@ -37,6 +37,14 @@ def test_check_accepts_the_shipped_config() -> None:
     assert "is valid" in result.stdout
 
 
+def test_check_of_a_cluster_config_needs_no_sglang_here() -> None:
+    elsewhere = "rollout.sglang.python=/nowhere/python"
+    result = megasao("check", LAPTOP.with_name("qwen3_30b_a3b.yaml"), elsewhere)
+    assert result.returncode == 0 and "is valid" in result.stdout, result.stderr
+    result = megasao("check", LAPTOP.with_name("laptop_sglang.yaml"), elsewhere)
+    assert result.returncode == 2 and "/nowhere/python cannot be asked for its SGLang" in result.stderr
+
+
 def test_check_print_loads_back_equal(tmp_path: Path) -> None:
     result = megasao("check", LAPTOP, "loop.steps=40", "--print")
     assert result.returncode == 0

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,19 @@ needs_sglang = pytest.mark.skipif(
 
 def sglang_config(**options: Any) -> SGLangConfig:
     return SGLangConfig(python=str(PYTHON), **options)
+
+
+def ask(url: str, path: str, key: str | None = None, *, post: bool = False) -> int:
+    """The status that the server answers with; 0 if it does not answer."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key is not None else {})
+    try:
+        request = urllib.request.Request(url + path, headers=headers, data=b"{}" if post else None)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
 
 
 class RunningServer:

@@ -26,8 +26,9 @@ from megasao.rollout.engines.sglang_arguments import (
     server_environment,
     vocab_size,
 )
+from megasao.studies.tiny_model import write_tokenizer
 from tests.megatron.tiny import write_tiny_tokenizer
-from tests.megatron.tiny_families import SETTINGS
+from tests.megatron.tiny_families import SETTINGS, write_tiny_family
 
 LAPTOP = Path(__file__).resolve().parents[2] / "configs" / "laptop_sglang.yaml"
 
@@ -88,6 +89,26 @@ def test_a_model_that_sglang_would_serve_otherwise_is_refused(tmp_path: Path) ->
         preflight(*load_with_places(LAPTOP, overrides))
 
 
+def test_a_run_on_a_cluster_asks_its_nodes_and_not_this_machine(tmp_path: Path) -> None:
+    """A login node, or the controller's, may have no SGLang and no GPU."""
+    write_tokenizer(write_tiny_family(tmp_path / "glm", "glm_moe_dsa"))
+    changes = [f"model.path={tmp_path / 'glm'}", "rollout.sglang.python=/nowhere/python", "sft=null", "critic=null"]
+    changes += ["algorithm.advantages.name=group", "loop.group_size=2", "parallel.ranks=1"]
+    changes += ["rollout.sglang.server_args={device: cpu}"]
+    here, nodes, without_gpus = (
+        load_with_places(LAPTOP, [*changes, *more])
+        for more in ([], ["slurm.rollout_nodes=1"], ["slurm.rollout_nodes=1", "slurm.gpus_per_node=0"])
+    )
+    for known, options, reason in (
+        (here, {}, r"rollout\.sglang\.python: .*cannot be asked for its SGLang"),
+        (here, {"ask_sglang": False}, r"rollout\.engine: .*index_topk"),
+        (without_gpus, {"ask_sglang": False, "on_cluster": True}, r"rollout\.engine: .*index_topk"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            preflight(*known, **options)
+    assert preflight(*nodes, ask_sglang=False, on_cluster=True)
+
+
 def shapes(directory: Path) -> dict[str, Any]:
     """A config.json of each family, and one whose first layer is dense."""
     changes: dict[str, dict[str, Any]] = {"qwen3_moe": {"mlp_only_layers": []}, "mixed": {"mlp_only_layers": [0]}}
@@ -115,6 +136,9 @@ def test_only_a_cpu_server_sees_the_stand_ins() -> None:
     cuda = server_environment(sglang_config(server_args={"device": "cuda"}), "Any", parent)
     assert cpu["PYTHONPATH"] == str(CPU_SUPPORT) and "PYTHONPATH" not in cuda
     assert cuda["PATH"] == "/bin" and "SGLANG_USE_CPU_ENGINE" not in cuda
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in cpu
+    split = server_environment(sglang_config(server_args={"device": "cpu", "tp_size": 3}), "Any", parent)
+    assert len(split["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 3, "SGLang asks for a NUMA node of each rank else"
 
 
 def test_the_served_model_has_no_end_token(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -213,7 +214,7 @@ def test_child_environment_is_offline_and_bounded(tmp_path: Path, monkeypatch: p
 def test_endpoints_are_json_of_plain_data(tmp_path: Path) -> None:
     with prepared_run(config(tmp_path, "transport.host=localhost"), resume=False) as run:
         data = json.loads((run.path / "endpoints.json").read_text())
-    assert set(data) == {"controller", "weights", "torch_host", "torch_port", "critic", "engines"}
+    assert set(data) == {field.name for field in fields(Endpoints)}
     assert "localhost" not in data["controller"]  # ZeroMQ binds addresses, not names
     assert os.path.exists(run.logs)
 

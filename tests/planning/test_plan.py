@@ -200,7 +200,7 @@ def test_the_report_says_it_all(glm: Plan) -> None:
         "16 (62-77)",
         "layers recomputed, 100% of the optimizer in host memory",
         "at the worst time: fits; 110.0 GiB of the host's memory a rank",
-        "16 engines of 16",
+        "8 engines of 32",
         "stage 1: 32 ranks write 157.9 GB, 4.90 to 5.03 GB each",
         "100 GB/s of the shared storage",
         "disk (weights.transport): about",

@@ -8,12 +8,12 @@ import pytest
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, why_not
 
-NODES = 5
+NODES = 6
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Five nodes: one for the controller, two for the trainer, one for rollouts, one spare."""
+    """Six nodes: for most jobs one for the controller, two for the trainer, one for rollouts, and spare ones."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     running = Cluster(tmp_path_factory.mktemp("slurm"), NODES)
@@ -22,6 +22,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
     finally:
         running.close()
+
+
+@pytest.fixture(scope="session")
+def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GLM-5.2 with few numbers, which an SGLang server on a CPU serves up to its index_topk tokens."""
+    return jobs.write_sparse_model(tmp_path_factory.mktemp("glm-5-2"))
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from tests.slurm.cluster import Cluster, wait_until
 ROOT = Path(__file__).resolve().parents[2]
 JOB_S = 150.0
 STEPS = 8
+MAX_TOKENS = 96
 SETTLE_S = 5.0
 QUEUE_S = 15.0
 """Slurm's own time to start and end a job, generously."""
@@ -33,12 +34,19 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
+def write_sparse_model(directory: Path) -> Path:
+    """Latent attention that selects its keys, here all of an episode; experts as above."""
+    write_tiny_family(directory, "glm_moe_dsa", mtp=False, num_nextn_predict_layers=0, index_topk=MAX_TOKENS)
+    write_tokenizer(directory)
+    return directory
+
+
 def write_config(path: Path, model: Path, **sections: dict[str, Any]) -> Path:
     """Two trainer nodes of one rank each, two rollout workers on one node; ``sections`` are merged into it."""
     config: dict[str, Any] = {
         "run": {"name": "run", "directory": str(path.parent)},
         "model": {"path": str(model)},
-        "environment": {"max_turns": 3, "max_tokens": 96, "max_turn_tokens": 16},
+        "environment": {"max_turns": 3, "max_tokens": MAX_TOKENS, "max_turn_tokens": 16},
         "algorithm": {"objective": {"name": "dis", "eps_low": 0.8, "eps_high": 3.0}},
         "actor": {"optimizer": {"lr": 1e-3}},
         "critic": {"optimizer": {"lr": 1e-3}, "warmup_steps": 1, "head_bias": 0.5},
@@ -171,9 +179,14 @@ def _variable(process: psutil.Process, name: str) -> str | None:
 
 def command(cluster: Cluster, site: Path, config: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """`slurm/glm_scale.sh` as a user calls it."""
+    return script(cluster, site, "glm_scale.sh", *words, str(config))
+
+
+def script(cluster: Cluster, site: Path, name: str, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """One of the scripts of `slurm` as a user calls it."""
     return subprocess.run(
-        ["slurm/glm_scale.sh", *words, str(config)],
-        cwd=ROOT,
+        [str(ROOT / "slurm" / name), *words],
+        cwd=cwd,
         env=_environment(cluster, site),
         capture_output=True,
         text=True,
@@ -194,7 +207,11 @@ def submit_with(cluster: Cluster, site: Path, config: Path, arguments: list[str]
 
 def submit(cluster: Cluster, site: Path, config: Path, *words: str) -> Job:
     """Submit a run."""
-    done = command(cluster, site, config, *words)
+    return submitted(cluster, command(cluster, site, config, *words), config.parent)
+
+
+def submitted(cluster: Cluster, done: subprocess.CompletedProcess[str], directory: Path) -> Job:
+    """The job that a script has submitted; its output goes to ``directory``."""
     found = re.search(r"Submitted batch job (\d+)", done.stdout)
     assert found, f"{done.stdout}{done.stderr}"
-    return Job(cluster, found.group(1), config.parent)
+    return Job(cluster, found.group(1), directory)

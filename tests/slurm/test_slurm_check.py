@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,15 +13,18 @@ import pytest
 import zmq
 
 from megasao.config.errors import UserError
+from megasao.config.fleet import FleetLayout
 from megasao.config.rundir import RunDirectory
 from megasao.launch.world import world_of_srun
 from megasao.ops import extension
-from megasao.slurm.check import LARGEST_SKEW_S, endpoints_of, meeting_ports, problems_of
+from megasao.rollout.server import own_part
+from megasao.slurm.check import LARGEST_SKEW_S, endpoints_of, meeting_ports, problems_of, with_servers
 from megasao.slurm.node import LEAST_FILES, check_node, interface_address
 from megasao.slurm.report import Expected, NodeReport, expected_path, read_reports
 from megasao.slurm.stages import first_dead_task
 from megasao.transport.endpoints import bind_router, connect_dealer
 from megasao.transport.keys import CurveKeys
+from tests.engines.sglang_server import needs_sglang, sglang_config
 
 GOOD = Expected(nonce="abc", interface="lo", ipv6=False, gpus=[0, 0, 0])
 
@@ -126,6 +130,57 @@ def test_the_sockets_of_a_run() -> None:
     assert (endpoints.torch_host, endpoints.torch_port) == ("10.0.0.1", 5002)
     assert meeting_ports(reports()) == {"trainer": 5002, "sft": 5003, "value": 5004}
     assert endpoints_of(reports(address="fd00::2")).weights == "tcp://[fd00::2]:5001"
+
+
+def test_the_addresses_of_servers() -> None:
+    """Two nodes, first with two servers each, then with one server on both."""
+    ports = list(range(6000, 6007))
+    here = [*reports()[:2], *(NodeReport(f"r{index}", 2, "abc", index, f"fd00::{index}", ports) for index in range(2))]
+    names = ["engine-0-0", "engine-0-1", "engine-0-2", "engine-0-evaluation"]
+    each = with_servers(endpoints_of(here), here, FleetLayout(1, 4, 2, 1, 4), names)
+    assert each.controller == endpoints_of(here).controller and (each.meetings, each.followers) == ({}, {})
+    urls = [f"http://[fd00::{node}]:{port}" for node in range(2) for port in (6005, 6006)]
+    assert each.engines == dict(zip(names, urls, strict=True))
+
+    both = with_servers(endpoints_of(here), here, FleetLayout(1, 1, 2, 2, 16), names[:1])
+    assert both.engines == {names[0]: "http://[fd00::0]:6005"}
+    assert both.followers == {names[0]: ["http://[fd00::1]:6005"]} and both.meetings == {names[0]: "[fd00::0]:6006"}
+    first, second = (own_part(both, names[0], {"SLURM_PROCID": rank}) for rank in ("0", "1"))
+    assert (first.role, first.url) == (names[0], both.engines[names[0]])
+    assert (second.role, second.url) == (f"{names[0]}.1", both.followers[names[0]][0])
+    assert first.world == {"nnodes": 2, "node_rank": 0, "dist_init_addr": "[fd00::0]:6006"}
+    assert second.world == {**first.world, "node_rank": 1}
+
+
+def test_only_rollout_nodes_have_an_sglang() -> None:
+    here = [*reports(), NodeReport("r3", 2, "abc", 1, "10.0.0.3", [], reports()[2].facts)]
+    facts = {**here[2].facts, "sglang": "0.5.23"}
+    here[2:] = [dataclasses.replace(node, facts=facts) for node in here[2:]]
+    assert problems_of(here) == []
+    here[3] = dataclasses.replace(here[3], facts={**facts, "sglang": "0.5.22"})
+    assert problems_of(here) == ["r3: sglang 0.5.22, but 0.5.23 on 1 of 2 nodes"]
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, None),
+        ({"server_args": {"tp_sizes": 2}}, "SGLang 0.5.23 does not know these server_args: tp_sizes"),
+        ({"python": "/nowhere/python"}, "rollout.sglang.python: /nowhere/python cannot be asked for its SGLang"),
+        ({"python": sys.executable}, "has no working SGLang"),
+    ],
+)
+def test_a_node_is_asked_for_its_sglang(tmp_path: Path, options: dict[str, object], reason: str | None) -> None:
+    asked = {**sglang_config().model_dump(), **options}
+    run = ask(tmp_path, dataclasses.replace(GOOD, server_ports=3, sglang=asked, sglang_timeout_s=120.0))
+    report = check_node(run, 2)
+    assert len(set(report.ports)) == 8
+    assert [reason in problem for problem in report.problems] == ([True] if reason else [])
+    assert report.facts["sglang"] == ("none" if "python" in options else "0.5.23")
+    if reason is None:
+        trainer = check_node(run, 1)
+        assert "sglang" not in trainer.facts and len(trainer.ports) == 5
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 here")

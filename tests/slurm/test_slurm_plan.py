@@ -8,6 +8,8 @@ import pytest
 
 from megasao.config.errors import ConfigError, UserError
 from megasao.config.load import load_config
+from megasao.config.sglang import SGLangConfig
+from megasao.rollout.engines.sglang_arguments import check_server_args
 from megasao.slurm.allocation import Allocation, Share, gpus_per_node, refuse_what_does_not_fit
 from megasao.slurm.check import endpoints_of, meeting_ports
 from megasao.slurm.command import describe
@@ -15,10 +17,14 @@ from megasao.slurm.plan import CRITIC, TRAINER, JobPlan, component_of, node_of_w
 from megasao.slurm.report import PORTS, NodeReport
 from megasao.slurm.site import read_site
 from megasao.slurm.stages import host_of
+from tests.engines.sglang_server import needs_sglang, sglang_config
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 QWEN = ROOT / "configs" / "qwen3_30b_a3b.yaml"
+GLM = ROOT / "configs" / "glm_5_2_750b.yaml"
+GLM_4_7 = ROOT / "configs" / "glm_4_7_355b.yaml"
+EMBEDDED = ["rollout.engine=embedded", "rollout.sglang.server_args={}"]
 PYTHON = {"MEGASAO_PYTHON": sys.executable, "MEGASAO_INTERFACE": "eth0"}
 
 
@@ -41,7 +47,8 @@ def test_the_script_asks_for_the_nodes_of_its_default_config(monkeypatch: pytest
 
 
 def test_every_process_has_its_place() -> None:
-    plan = plan_job(load_config(QWEN, ["rollout.workers=6", "slurm.rollout_nodes=3", "plan.rollout_gpus=24"]))
+    changes = ["rollout.workers=6", "slurm.rollout_nodes=3", "plan.rollout_gpus=24"]
+    plan = plan_job(load_config(QWEN, [*EMBEDDED, *changes]))
     controller, trainer, rollout = plan.components
     assert (controller.tasks, trainer.tasks, rollout.tasks) == (1, 16, 6)
     assert (trainer.gpus_per_task, rollout.gpus_per_task) == (1, 4)
@@ -89,8 +96,17 @@ def test_where_a_separate_critic_is() -> None:
     [
         (["slurm.ranks_per_node=3"], "slurm.ranks_per_node"),
         (["slurm.ranks_per_node=16"], "slurm.ranks_per_node"),
-        (["rollout.workers=3", "slurm.rollout_nodes=2", "plan.rollout_gpus=16"], "slurm.rollout_nodes"),
-        (["rollout.workers=9"], "slurm.rollout_nodes"),
+        ([*EMBEDDED, "rollout.workers=3", "slurm.rollout_nodes=2", "plan.rollout_gpus=16"], "slurm.rollout_nodes"),
+        ([*EMBEDDED, "rollout.workers=9"], "slurm.rollout_nodes"),
+        ([*EMBEDDED, "slurm.nodes_per_server=2"], "slurm.nodes_per_server"),
+        (["rollout.sglang.servers=4"], "slurm.rollout_nodes"),
+        (["rollout.sglang.servers=2", "slurm.rollout_nodes=2", "plan.rollout_gpus=16"], "slurm.rollout_nodes"),
+        (["rollout.sglang.server_args.tp_size=4", "plan.engine_gpus=4"], "slurm.rollout_nodes"),
+        (["rollout.sglang.server_args.tp_size=16", "plan.engine_gpus=16"], "slurm.nodes_per_server"),
+        (["plan.engine_gpus=4"], "plan.engine_gpus"),
+        (["rollout.sglang.first_port=9000"], "rollout.sglang.first_port"),
+        (["rollout.sglang.server_args.nnodes=2"], "rollout.sglang.server_args.nnodes"),
+        (["rollout.sglang.server_args.api_key=mine"], "rollout.sglang.server_args.api_key"),
         (["plan.rollout_gpus=16"], "slurm.rollout_nodes"),
         (["slurm.time_limit_minutes=15"], "slurm.leave_before_limit_s"),
         (["slurm.memory=much"], "slurm.memory"),
@@ -101,6 +117,64 @@ def test_nodes_that_cannot_work_are_refused_at_load(changes: list[str], path: st
     with pytest.raises(ConfigError) as caught:
         load_config(QWEN, changes)
     assert [problem.path for problem in caught.value.problems] == [path]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (["slurm.nodes_per_server=2", "slurm.rollout_nodes=16", "plan.rollout_gpus=128"], "2 nodes have 16 GPUs"),
+        (["slurm.nodes_per_server=5", "slurm.rollout_nodes=40", "plan.rollout_gpus=320"], "no whole number on each"),
+        (["rollout.sglang.servers=6"], "of 4 nodes each need 28 nodes, got 32"),
+    ],
+)
+def test_servers_of_several_nodes_have_them_whole(changes: list[str], reason: str) -> None:
+    load_config(GLM)
+    with pytest.raises(ConfigError) as caught:
+        load_config(GLM, changes)
+    assert any(reason in problem.reason for problem in caught.value.problems), caught.value.problems
+
+
+def test_every_server_has_its_place() -> None:
+    spread = ["rollout.workers=3", "rollout.sglang.servers=3", "slurm.rollout_nodes=3", "plan.rollout_gpus=24"]
+    plan = plan_job(load_config(QWEN, spread))
+    assert plan.fleet is not None and plan.components[2].tasks == 3
+    assert [(plan.fleet.place(index).nodes, plan.fleet.place(index).slot) for index in range(12)] == [
+        ((node,), slot) for node in range(3) for slot in range(4)
+    ]
+    assert [node_of_worker(plan, index) for index in range(3)] == [0, 1, 2]
+    assert plan.components[2].cpus_per_task == 4 * 8 + 8, "of a node: four servers and a worker"
+    crowded = plan_job(load_config(QWEN, ["rollout.workers=2", "rollout.sglang.servers=1"]))
+    assert [node_of_worker(crowded, index) for index in range(2)] == [0, 0]
+    assert crowded.components[2].cpus_per_task == 4 * 8 + 2 * 8
+
+    large = plan_job(load_config(GLM, ["rollout.workers=2", "rollout.sglang.servers=3"]))
+    assert large.fleet is not None and (large.fleet.gpus_on_node, large.fleet.ports_on_node) == (8, 2)
+    used = [node for index in range(8) for node in large.fleet.place(index).nodes]
+    assert used == list(range(32)), "every node has one part of one server"
+    assert [node_of_worker(large, index) for index in range(2)] == [0, 16]
+
+
+@pytest.mark.parametrize(
+    ("server_args", "gpus"),
+    [
+        ({}, 1),
+        ({"tp_size": 8, "ep_size": 8}, 8),
+        ({"tp_size": 4, "pp_size": 2}, 8),
+        ({"tp_size": 4, "dp_size": 2}, 8),
+        ({"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}, 8),
+        ({"tp_size": "many"}, 1),
+    ],
+)
+def test_gpus_of_a_server(server_args: dict[str, object], gpus: int) -> None:
+    assert SGLangConfig(server_args=server_args).gpus_of_server() == gpus
+
+
+@needs_sglang
+def test_the_servers_of_the_big_configs_are_what_sglang_takes() -> None:
+    arguments = [load_config(path).rollout.sglang.server_args for path in (QWEN, GLM, GLM_4_7)]
+    assert {*arguments[0], *arguments[2]} <= set(arguments[1]), "one question is enough"
+    answer = check_server_args(sglang_config(server_args=arguments[1]))
+    assert (answer["unknown"], answer["error"], answer["version"]) == ([], None, "0.5.23")
 
 
 def test_a_config_without_nodes_is_told_how() -> None:
@@ -120,7 +194,7 @@ def share(component: int, plan: JobPlan, **changes: object) -> Share:
     [
         (1, {"nodes": ("a",)}, "trainer: 1 nodes, the config needs 2"),
         (1, {"gpus_per_node": 4}, "trainer: 4 GPUs a node, the config needs 8"),
-        (2, {"cpus": 3}, "rollout: 3 CPUs, the config needs 64"),
+        (2, {"cpus": 3}, "rollout: 3 CPUs, the config needs 40"),
         (0, {"nodes": ("a", "b")}, "controller: 2 nodes, the config has use for 1"),
     ],
 )

@@ -45,7 +45,7 @@ class SGLangEngine(Engine):
     """Drives the server at ``url``, which serves the checkpoint at ``path``.
 
     ``staging`` is a directory of its own for weights, which the server can read. ``max_total_tokens`` bounds input plus
-    new tokens of a request; ``seed`` is used by requests without one.
+    new tokens of a request; ``seed`` is used by requests without one; ``key`` is what the server asks for.
     """
 
     def __init__(
@@ -59,8 +59,9 @@ class SGLangEngine(Engine):
         seed: int,
         start_timeout_s: float,
         update_timeout_s: float,
+        key: str | None = None,
     ) -> None:
-        self.url, self._path, self._config, self._staging_path = url, path, config, staging
+        self.url, self._path, self._config, self._staging_path, self._key = url, path, config, staging, key
         self._max_total, self._seed = max_total_tokens, seed
         self._start_timeout_s, self._update_timeout_s = start_timeout_s, update_timeout_s
         self._vocab_size = vocab_size(path)
@@ -87,7 +88,7 @@ class SGLangEngine(Engine):
         """Wait for the server. ServerUnreachable after ``start_timeout_s``."""
         if self._client is not None:
             raise EngineError("the engine was started before; make a new one")
-        self._client = ServerClient(self.url, silence_timeout_s=self._config.silence_timeout_s)
+        self._client = ServerClient(self.url, silence_timeout_s=self._config.silence_timeout_s, key=self._key)
         await self.reconnect()
 
     async def reconnect(self) -> None:

@@ -83,6 +83,10 @@ def server_environment(
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
         }
+        if (ranks := config.gpus_of_server()) > 1:  # SGLang wants to know their cores; without, a NUMA node for each
+            cores = sorted(os.sched_getaffinity(0))
+            bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bound)
     return environment
 
 
@@ -92,15 +96,19 @@ def runs_on_cpu(config: SGLangConfig) -> bool:
     return device == "cpu" or (device is None and not Path("/dev/nvidiactl").exists())
 
 
-def model_problem(config: SGLangConfig, hf_config: HfConfig, *, max_tokens: int) -> str | None:
+def model_problem(
+    config: SGLangConfig, hf_config: HfConfig, *, max_tokens: int, on_cpu: bool | None = None
+) -> str | None:
     """Why SGLang would not serve the model of a config.json, or would serve another one; None if it serves it.
 
-    ``max_tokens`` is the longest episode: up to ``index_topk`` tokens sparse attention selects every key.
+    ``max_tokens`` is the longest episode: up to ``index_topk`` tokens sparse attention selects every key. ``on_cpu``:
+    whether the servers run on the CPU, where that is not as on this machine.
     """
     family, layers = hf_config["model_type"], range(hf_config["num_hidden_layers"])
     if family == "qwen3_moe" and not all(is_moe_layer(hf_config, layer) for layer in layers):
         return "SGLang gives experts to every layer of qwen3_moe, and this model has dense ones (mlp_only_layers)"
-    if family == "glm_moe_dsa" and runs_on_cpu(config) and max_tokens > hf_config["index_topk"]:
+    on_cpu = runs_on_cpu(config) if on_cpu is None else on_cpu
+    if family == "glm_moe_dsa" and on_cpu and max_tokens > hf_config["index_topk"]:
         return (
             f"SGLang has sparse attention on GPUs only, and dense attention is the same up to index_topk = "
             f"{hf_config['index_topk']} tokens; environment.max_tokens = {max_tokens}"
@@ -108,13 +116,13 @@ def model_problem(config: SGLangConfig, hf_config: HfConfig, *, max_tokens: int)
     return None
 
 
-def server_command(config: SGLangConfig, mode: str, arguments: Path) -> list[str]:
-    """The command that serves, or checks, the arguments in a file."""
-    return [config.python, "-P", str(SERVE_SCRIPT), mode, str(arguments)]
+def server_command(config: SGLangConfig, mode: str, arguments: Path, *, key: Path | None = None) -> list[str]:
+    """The command that serves, or checks, the arguments in a file; ``key`` is the file of the server's key."""
+    return [config.python, "-P", str(SERVE_SCRIPT), mode, str(arguments), *([str(key)] if key is not None else [])]
 
 
-def check_server_args(config: SGLangConfig) -> dict[str, Any]:
-    """What the installed SGLang says to ``config.server_args``: its ``known`` names, ``unknown`` ones, an ``error``.
+def check_server_args(config: SGLangConfig, *, timeout_s: float = CHECK_TIMEOUT_S) -> dict[str, Any]:
+    """What the installed SGLang says to ``config.server_args``: ``version``, ``known``, ``unknown`` names, ``error``.
 
     ValueError if there is no SGLang that could say.
     """
@@ -127,7 +135,7 @@ def check_server_args(config: SGLangConfig) -> dict[str, Any]:
                 env=server_environment(config, ""),
                 capture_output=True,
                 text=True,
-                timeout=CHECK_TIMEOUT_S,
+                timeout=timeout_s,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ValueError(

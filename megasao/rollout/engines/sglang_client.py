@@ -2,7 +2,8 @@
 
 Invariants, asserted by the tests:
 - whatever goes wrong on the way is an EngineError that names the server, the call and the reason;
-- a stream that is silent for ``silence_timeout_s`` ends with one.
+- a stream that is silent for ``silence_timeout_s`` ends with one;
+- every call carries the run's key, where there is one; a server with another key answers nothing but its health.
 """
 
 import asyncio
@@ -64,15 +65,20 @@ _decoder = msgspec.json.Decoder(Piece)
 
 
 class ServerClient:
-    """Calls to the server at ``url``. Made and used inside one event loop."""
+    """Calls to the server at ``url``, which asks for ``key``. Made and used inside one event loop."""
 
-    def __init__(self, url: str, *, silence_timeout_s: float) -> None:
+    def __init__(self, url: str, *, silence_timeout_s: float, key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self._silence_timeout_s = silence_timeout_s
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_timeout_s)
         # A connection is not used twice: the server closes idle ones, and a request sent at that moment would be lost.
         connector = aiohttp.TCPConnector(limit=MOST_CONNECTIONS, force_close=True)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=_BUFFER_BYTES)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            read_bufsize=_BUFFER_BYTES,
+            headers={"Authorization": f"Bearer {key}"} if key is not None else None,
+        )
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """POST /generate: messages until the last. ServerUnreachable, or EngineError for a refusal."""

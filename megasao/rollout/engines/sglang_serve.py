@@ -1,18 +1,21 @@
 """Run by the Python that has SGLang: starts a server from a file of its arguments, or says what is wrong with them.
 
-    python sglang_serve.py check ARGS.json     JSON: {"known": [...], "unknown": [...], "error": null | text}
-    python sglang_serve.py serve ARGS.json     the server
+    python sglang_serve.py check ARGS.json     JSON: {"version", "known": [...], "unknown": [...], "error": null | text}
+    python sglang_serve.py serve ARGS.json [KEY_FILE]     the server
 
 ARGS.json maps names of SGLang's ServerArgs to values. They go through SGLang's own command line, so its types, choices
-and messages apply. A plain script: it imports nothing of our package.
+and messages apply. Whoever calls the server must show the key in KEY_FILE; it is on no command line and in no log. A
+plain script: it imports nothing of our package.
 """
 
 import argparse
 import contextlib
 import io
 import json
+import logging
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +84,20 @@ def check(arguments: dict[str, Any]) -> dict[str, Any]:
             error = str(problem)
         except SystemExit:
             error = said.getvalue().strip().rpartition("error: ")[2]
-    return {"known": sorted(known), "unknown": unknown, "error": error}
+    return {"version": version("sglang"), "known": sorted(known), "unknown": unknown, "error": error}
+
+
+def hide(secret: str) -> None:
+    """Keep ``secret`` out of this process's log: SGLang logs all of its arguments."""
+    make = logging.getLogRecordFactory()
+
+    def without_secret(*given: Any, **named: Any) -> logging.LogRecord:
+        record = make(*given, **named)
+        with contextlib.suppress(TypeError, ValueError):  # of a message that cannot be put together
+            record.msg, record.args = record.getMessage().replace(secret, "***"), ()
+        return record
+
+    logging.setLogRecordFactory(without_secret)
 
 
 def serve(arguments: dict[str, Any]) -> None:
@@ -104,4 +120,7 @@ if __name__ == "__main__":
             answer = check(given)
         print(json.dumps(answer))
     else:
+        if len(sys.argv) > 3:
+            given["api_key"] = Path(sys.argv[3]).read_text(encoding="utf-8")
+            hide(given["api_key"])
         serve(given)

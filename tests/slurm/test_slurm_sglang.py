@@ -1,0 +1,114 @@
+"""Whole jobs whose rollouts come from real SGLang servers, each a step of the job, on one node or on two."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megasao.observability.jsonl import read_metrics
+from megasao.transport.keys import load_server_key
+from tests.e2e import runs
+from tests.engines.sglang_server import PYTHON, ask, needs_sglang
+from tests.slurm import jobs
+from tests.slurm.cluster import Cluster, wait_until
+
+pytestmark = [pytest.mark.e2e, needs_sglang]
+
+START_S = 400.0
+"""Servers and trainer start together on two cores."""
+STEPS = 3
+
+
+def write_config(path: Path, model: Path, **sections: dict[str, Any]) -> Path:
+    """One rollout worker with a server for training and one for evaluation."""
+    sglang = {"python": str(PYTHON), "silence_timeout_s": 30.0, **sections.pop("sglang", {})}
+    changes: dict[str, dict[str, Any]] = {
+        "loop": {"steps": STEPS, "batch_size": 16, "batch_timeout_s": START_S},
+        "rollout": {"workers": 1, "concurrency": 16, "engine": "sglang", "sglang": sglang},
+        "evaluation": {"problems": 4, "every": 0, "sampled": False, "timeout_s": START_S},
+        "supervision": {"start_timeout_s": START_S, "hang_timeout_s": START_S},
+        "slurm": {"cpus_per_server": 1, "check_timeout_s": 200.0},
+    }
+    for name, section in sections.items():
+        changes[name] = {**changes.get(name, {}), **section}
+    return jobs.write_config(path, model, **changes)
+
+
+def server(job: jobs.Job, index: int = 0, **variables: str) -> psutil.Process:
+    """The process that a server's role has started."""
+    (child,) = job.task("engine", "--index", str(index), **variables).children()
+    return child
+
+
+def wait_for_steps(job: jobs.Job, count: int) -> None:
+    wait_until(lambda: len(job.steps) >= count or job.state != "RUNNING", START_S, job.explain)
+    assert len(job.steps) >= count, job.explain()
+
+
+@pytest.mark.timeout(1200)
+def test_a_job_with_servers_and_one_that_is_killed(cluster: Cluster, sparse_model: Path, tmp_path: Path) -> None:
+    """In a synchronous run every token is of the step's own weights: servers that miss an update would be seen."""
+    config = write_config(tmp_path / "config.yaml", sparse_model)
+    job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
+    wait_until(lambda: job.state == "RUNNING", 30, job.explain)
+    wait_for_steps(job, 1)
+    url, key = job.run.read_endpoints().engines["engine-0-0"], load_server_key(job.run.keys)
+    assert (ask(url, "/model_info"), ask(url, "/model_info", key)) == (401, 200)
+    server(job).kill()
+    job.wait_for("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", seconds=START_S)
+    assert job.state == "COMPLETED" and job.events == ["started", "finished"], job.explain()
+    assert "restarting engine-0-0 (1 of 3)" in job.output, "a dead server was not replaced"
+    assert [line["step"] for line in job.steps] == list(range(STEPS)), "the trainer did not go on"
+    runs.check_books(job.run, STEPS)
+    assert all(line["data/lag_max"] == 0 for line in job.steps)
+    off = [line["actor/current_log_ratio_abs_max"] for line in job.steps[1:]]
+    moved = [abs(line["actor/grad_norm"]) for line in job.steps[1:]]
+    assert max(off) < 1e-4 and min(moved) > 0, (off, moved)
+    first, *_, last = read_metrics(job.run.evaluations)
+    assert (first["newest_version"], last["oldest_version"], last["newest_version"]) == (0, STEPS - 1, STEPS - 1)
+    job.wait_until_gone()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_servers_of_two_nodes(cluster: Cluster, sparse_model: Path, tmp_path: Path) -> None:
+    """One of a server's nodes dies and takes the server down, which is replaced; scancel leaves nothing."""
+    config = write_config(
+        tmp_path / "config.yaml",
+        sparse_model,
+        sglang={"server_args": {"tp_size": 2}},
+        loop={"steps": 1000},
+        slurm={"ranks_per_node": 2, "rollout_nodes": 4, "nodes_per_server": 2},
+    )
+    family = "ipv6" if Path("/proc/net/if_inet6").exists() else "ipv4"
+    job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env", ADDRESS_FAMILY=family), config)
+    wait_until(lambda: job.state == "RUNNING", 30, job.explain)
+    wait_for_steps(job, 2)
+    endpoints = job.run.read_endpoints()
+    assert ("[::1]" in endpoints.engines["engine-0-0"]) is (family == "ipv6")
+    assert ("[::1]" in endpoints.meetings["engine-0-0"]) is (family == "ipv6")
+    first, second = server(job, SLURM_PROCID="0"), server(job, SLURM_PROCID="1")
+    assert first.environ()["SLURMD_NODENAME"] != second.environ()["SLURMD_NODENAME"]
+    second.kill()
+    wait_until(lambda: "restarting engine-0-0 (1 of 3)" in job.output, 60, job.explain)
+    reached = len(job.steps)
+    wait_for_steps(job, reached + 2)
+    cluster.call("scancel", job.number)
+    job.wait_for("CANCELLED")
+    job.wait_until_gone()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_a_launcher_that_is_killed_leaves_no_server(cluster: Cluster, sparse_model: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.yaml", sparse_model, loop={"steps": 1000})
+    job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
+    wait_until(lambda: job.state == "RUNNING", 30, job.explain)
+    wait_for_steps(job, 1)
+    left = [server(job, 0), server(job, 1)]
+    job.task("slurm-job").send_signal(signal.SIGKILL)
+    job.wait_for("FAILED", "CANCELLED", "COMPLETED")
+    job.wait_until_gone()
+    assert not [process for process in left if process.is_running()]
