@@ -48,7 +48,13 @@ def make_config(directory: Path, **rollout: Any) -> Any:
             "critic": {"optimizer": {"lr": 1e-3}},
             "loop": {"steps": 100},
             "environment": {"max_tokens": 64},
-            "parallel": {"ranks": RANKS, "tensor": RANKS, "sequence": True, "expert_tensor": RANKS},
+            "parallel": {
+                "ranks": RANKS,
+                "tensor": RANKS,
+                "sequence": True,
+                "expert_tensor": RANKS,
+                "timeout_s": 600.0,
+            },
             "rollout": rollout,
             "transport": PATIENT,
         }
