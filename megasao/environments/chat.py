@@ -40,7 +40,7 @@ class ChatTemplate:
         self._variables = dict(variables)
 
     @classmethod
-    def from_directory(cls, directory: Path, variables: Mapping[str, Any]) -> "ChatTemplate | None":
+    def from_directory(cls, directory: Path, variables: Mapping[str, Any] | None = None) -> "ChatTemplate | None":
         """The template of a checkpoint: ``chat_template.jinja``, or the one in tokenizer_config.json; else None.
 
         It may name the checkpoint's special tokens and ``variables``.
@@ -55,7 +55,7 @@ class ChatTemplate:
             return None
         found = {name: settings.get(name) for name in _TOKENS}
         texts = {name: value["content"] if isinstance(value, dict) else value for name, value in found.items()}
-        return cls(source, {**{name: text for name, text in texts.items() if text is not None}, **variables})
+        return cls(source, {**{name: text for name, text in texts.items() if text is not None}, **(variables or {})})
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The text up to where the model begins its turn. ValueError for messages that the template refuses.

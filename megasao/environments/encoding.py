@@ -42,7 +42,7 @@ class TokenizerCodec:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path}: not a tokenizer file: {error}") from error
-        template = ChatTemplate.from_directory(path.parent, template_variables or {})
+        template = ChatTemplate.from_directory(path.parent, template_variables)
         return cls(tokenizer, end_ids=_end_ids(path.parent), template=template)
 
     @property
