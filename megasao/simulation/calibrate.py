@@ -94,7 +94,7 @@ def calibrated(run: RunDirectory, config: Config) -> Rates:
         critic=critic,
         actor=_line(rows, tokens, "time/actor", 1),
         overhead=_overhead(rows),
-        publish=fmean(column(rows, "time/publish")[config.warmup_steps :] or [0.0]),
+        publish=fmean(row["time/publish"] for row in rows if row.get("time/actor") is not None),
     )
     transfer = fmean(column(rows, "time/transfer") or [0.0])
     engine, environment = _rollouts(run, config)

@@ -43,7 +43,10 @@ class _NamedPrompts(Environment):
 
 @dataclass(frozen=True)
 class Step:
-    """One training step; seconds since the start. ``waited``: for its batch, or for the weights before it."""
+    """One training step; times in seconds since the start.
+
+    The trainer asked for its batch, and began when it had waited for it, and for the way of the weights before.
+    """
 
     asked: float
     began: float
