@@ -106,8 +106,10 @@ def test_a_launcher_that_is_killed_leaves_no_server(cluster: Cluster, sparse_mod
     config = write_config(tmp_path / "config.yaml", sparse_model, loop={"steps": 1000})
     job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
     wait_until(lambda: job.state == "RUNNING", 30, job.explain)
-    wait_for_steps(job, 1)
-    left = [server(job, 0), server(job, 1)]
+    beats = [job.run.heartbeat(name) for name in ("engine-0-0", "engine-0-evaluation")]
+    wait_until(lambda: all(beat.exists() for beat in beats), START_S, job.explain)
+    left = [process for index in range(2) for process in (server(job, index), *server(job, index).children())]
+    assert len(left) > 3, "a server is more than one process"
     job.task("slurm-job").send_signal(signal.SIGKILL)
     job.wait_for("FAILED", "CANCELLED", "COMPLETED")
     job.wait_until_gone()
