@@ -65,13 +65,13 @@ def test_turns_share_the_response_and_the_longest_episode_fits() -> None:
 
 
 def test_trainer_and_fleet_keep_their_proportion_and_batches_grow() -> None:
-    for gpus, engines, batch, room in ((64, 2, 16, 64), (512, 16, 128, 512), (4096, 128, 1024, 4096)):
+    for gpus, engines, batch, room in ((64, 1, 16, 64), (512, 8, 128, 512), (4096, 64, 1024, 4096)):
         config, trainer = scaled(glm(), gpus, "async")
         assert (trainer, config.rollout.workers) == (gpus // 2, engines)
         assert (config.loop.batch_size, config.buffer.max_trajectories) == (batch, room)
         assert config.warmup_steps == 0
     fixed, _ = scaled(glm("simulate.scale_batch=false"), 4096, "async")
-    assert (fixed.loop.batch_size, fixed.buffer.max_trajectories, fixed.rollout.workers) == (128, 512, 128)
+    assert (fixed.loop.batch_size, fixed.buffer.max_trajectories, fixed.rollout.workers) == (128, 512, 64)
 
 
 def test_modes_are_the_products_own() -> None:
@@ -170,7 +170,7 @@ def test_a_section_that_cannot_work_is_refused(changes: list[str], message: str)
     [
         (["simulate=null"], 512, "the config has no section simulate"),
         (["plan.rollout_gpus=0", "slurm=null"], 512, "plan.rollout_gpus: 0, so there is no fleet"),
-        ([], 100, "100 GPUs cannot be shared .* use multiples of 32"),
+        ([], 100, "100 GPUs cannot be shared .* use multiples of 64"),
         (["loop.batch_size=8"], 64, "shrinks to 1; use simulate.scale_batch=false"),
     ],
 )
@@ -208,7 +208,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     overlay = tmp_path / "rates.yaml"
     section = read_document(ROOT / "configs" / "glm_5_2_750b.yaml").data["simulate"]
     section["episode"] |= {name: {"value": 10, "source": "test"} for name in ("prompt_tokens", "observation_tokens")}
-    small = ["plan.rollout_gpus=4", "plan.engine_gpus=2", "environment.max_tokens=500", "trainer.token_budget=500"]
+    small = ["plan.rollout_gpus=8", "plan.engine_gpus=4", "environment.max_tokens=500", "trainer.token_budget=500"]
     overlay.write_text(dump_yaml({"simulate": section}))
     config = [ROOT / "configs" / "integration" / "glm_5_2_750b.yaml", overlay, *SHORT, *small]
     files = ["--json", tmp_path / "found.json", "--plot", tmp_path / "found.png"]
