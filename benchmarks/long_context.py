@@ -4,8 +4,8 @@ A tiny mixture of experts (2 layers, hidden 64, vocabulary 32,768), float32 on C
 chunks. Each measurement is a world of its own processes. Printed are MiB of resident memory of the largest rank above
 that before the step: plain, with full recomputation, on two context-parallel ranks, and with both; the same for sparse
 latent attention on 1024 keys a query; and after them the KiB that a token more costs, from each size to the next, which
-leaves out what does not grow (a chunk's logits). Linear is a constant there; a [T, T] matrix of scores would cost
-4 T bytes a token and head, twice as much at each size. The C library gives memory back as soon as it is free.
+leaves out what does not grow (a chunk's logits). Linear is a constant there; with a [T, T] matrix of scores it would
+double with the size, 96 KiB a head from 8k to 16k. The C library gives memory back as soon as it is free.
 ``--json FILE`` also writes the numbers.
 """
 
