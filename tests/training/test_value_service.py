@@ -188,6 +188,20 @@ def test_values_pass_between_any_two_packings(senders: int, budget: int) -> None
             assert torch.equal(got[:inside], expected[:inside]) and not got[inside:].any()
 
 
+def test_values_of_trajectories_in_segments_pass_whole() -> None:
+    """A row has a sequence for each segment, and more of them than trajectories."""
+    two = replace(trajectories(3, 1)[0], tokens=[1] * 9, action_mask=[False, True, True] * 3, rewards=[0.0] * 9)
+    two = replace(two, rollout_logprobs=[0.0] * 9, segment_starts=[0, 3, 6])
+    batch = pack_trajectories([two, replace(trajectories(4, 2)[1])], data_rank=0, data_size=1, token_budget=4096)
+    assert batch.rows[0].row.cu_seqlens.numel() > batch.rows[0].cu_seqlens.numel()
+    alone: Any = SimpleNamespace(all_reduce_data=lambda tensor: tensor)
+    [expected] = own_values(batch)
+    step = whole_step(batch, [expected], alone)
+    by_trajectory = {t.trajectory_id: value_of(t.trajectory_id, len(t.tokens)) for t in batch.rows[0].trajectories}
+    assert torch.equal(step, torch.cat([by_trajectory[entry.trajectory_id] for entry in batch.entries]))
+    assert torch.equal(of_rows(batch, step)[0], expected)
+
+
 def test_values_of_another_step_are_refused() -> None:
     batch = packed(0, 1, 4096)
     ids, tokens = [e.trajectory_id for e in batch.entries], [e.tokens for e in batch.entries]
