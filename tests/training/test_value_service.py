@@ -132,6 +132,15 @@ def test_a_critic_that_never_was_is_named_within_the_bound(address: str, tmp_pat
     critic.close()
 
 
+@pytest.mark.usefixtures("service")
+def test_a_critic_at_work_is_not_taken_for_a_silent_one(address: str, tmp_path: Path) -> None:
+    """However little of the time is left for the last question."""
+    critic = remote(address, tmp_path, 0.001)
+    with pytest.raises(TimeoutError, match=r"longer than critic\.timeout_s = 0\.001 s \(it is still at work\)"):
+        critic.learned(step=0)
+    critic.close()
+
+
 def test_a_checkpoint_begins_before_the_next_step(service: ValueService, address: str, tmp_path: Path) -> None:
     """``save`` returns when the critic has heard of it, and does not wait for the disk."""
     critic = remote(address, tmp_path, 20.0)
