@@ -1,6 +1,7 @@
 """What a separate critic says and when, on real sockets without a model; and the values that pass between worlds."""
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -132,10 +133,11 @@ def test_a_critic_that_never_was_is_named_within_the_bound(address: str, tmp_pat
     critic.close()
 
 
-@pytest.mark.usefixtures("service")
-def test_a_critic_at_work_is_not_taken_for_a_silent_one(address: str, tmp_path: Path) -> None:
+def test_a_critic_at_work_is_not_taken_for_a_silent_one(service: ValueService, address: str, tmp_path: Path) -> None:
     """However little of the time is left for the last question."""
     critic = remote(address, tmp_path, 0.001)
+    service._lock.acquire()  # it has other things to do, and answers late
+    threading.Timer(0.1, service._lock.release).start()
     with pytest.raises(TimeoutError, match=r"longer than critic\.timeout_s = 0\.001 s \(it is still at work\)"):
         critic.learned(step=0)
     critic.close()
