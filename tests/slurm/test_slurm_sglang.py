@@ -113,4 +113,12 @@ def test_a_launcher_that_is_killed_leaves_no_server(cluster: Cluster, sparse_mod
     job.task("slurm-job").send_signal(signal.SIGKILL)
     job.wait_for("FAILED", "CANCELLED", "COMPLETED")
     job.wait_until_gone()
-    assert not [process for process in left if process.is_running()]
+    assert not [process for process in left if alive(process)]
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether it runs; what has ended may stay as a zombie until its new parent looks."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
