@@ -292,13 +292,13 @@ def slurm_nodes(config: "Config") -> Iterator[Problem]:
     if options is None:
         return
     gpus, ranks, workers = options.gpus_per_node, config.parallel.ranks, config.rollout.workers
-    on_node = options.ranks_on_a_node()
+    on_node, own = options.ranks_on_a_node(), config.of_critic.parallel.ranks
     if ranks > on_node and ranks % on_node:
         reason = f"parallel.ranks = {ranks} do not fill whole nodes of {on_node}; give a number that divides them"
         yield Problem("slurm.ranks_per_node", reason)
-    elif gpus and min(on_node, ranks) > gpus:
+    elif gpus and min(on_node, max(ranks, own)) > gpus:
         yield Problem("slurm.ranks_per_node", f"{on_node} ranks on a node of slurm.gpus_per_node = {gpus}: one each")
-    if (own := config.of_critic.parallel.ranks) != ranks and own > on_node and own % on_node:
+    if own != ranks and own > on_node and own % on_node:
         reason = f"critic.parallel.ranks = {own} do not fill whole nodes of {on_node}; give a number that divides them"
         yield Problem("slurm.ranks_per_node", reason)
     if config.rollout.engine == "sglang":
