@@ -97,7 +97,10 @@ def test_where_a_separate_critic_is() -> None:
         (["slurm.ranks_per_node=3"], "slurm.ranks_per_node"),
         (["slurm.ranks_per_node=16"], "slurm.ranks_per_node"),
         (
-            ["parallel.ranks=8", "slurm.ranks_per_node=16", "critic.placement=separate", "critic.parallel={ranks: 16}"],
+            [
+                *("parallel.ranks=8", "parallel.pipeline=1", "slurm.ranks_per_node=16"),
+                *("critic.placement=separate", "critic.parallel={ranks: 16}"),
+            ],
             "slurm.ranks_per_node",
         ),
         ([*EMBEDDED, "rollout.workers=3", "slurm.rollout_nodes=2", "plan.rollout_gpus=16"], "slurm.rollout_nodes"),
