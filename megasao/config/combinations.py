@@ -85,14 +85,19 @@ def lengths(config: "Config") -> Iterator[Problem]:
         config.environment.max_tokens,
         config.trainer.token_budget,
     )
-    compaction, longest = config.environment.compaction, config.environment.longest_episode
+    longest = config.environment.longest_episode
     if turn > episode:
         reason = f"one turn of {turn} tokens is longer than a whole episode, environment.max_tokens = {episode}"
         yield Problem("environment.max_turn_tokens", reason)
     if row < longest:
-        segments = f" in {compaction.max_segments} segments" if compaction is not None else ""
-        reason = f"an episode of environment.max_tokens = {episode}{segments} does not fit a packed row of {row} tokens"
+        reason = f"{_longest_episode(config)} does not fit a packed row of {row} tokens"
         yield Problem("trainer.token_budget", f"{reason}; use a budget of at least {longest}")
+
+
+def _longest_episode(config: "Config") -> str:
+    compaction = config.environment.compaction
+    segments = f" in {compaction.max_segments} segments" if compaction is not None else ""
+    return f"an episode of environment.max_tokens = {config.environment.max_tokens}{segments}"
 
 
 def conversations(config: "Config") -> Iterator[Problem]:
@@ -196,7 +201,7 @@ def estimator(config: "Config") -> Iterator[Problem]:
 
 def critic_placement(config: "Config") -> Iterator[Problem]:
     """Only a critic in a world of its own has a layout of its own, and its rows hold an episode."""
-    critic, longest = config.critic, config.environment.max_tokens
+    critic, longest = config.critic, config.environment.longest_episode
     if critic is None:
         return
     for name in ("parallel", "token_budget") if critic.placement == "colocated" else ():
@@ -204,7 +209,7 @@ def critic_placement(config: "Config") -> Iterator[Problem]:
             reason = "has no reader while critic.placement = colocated, where the critic is on the actor's ranks"
             yield Problem(f"critic.{name}", f"{reason}; set critic.placement to separate, or take it out")
     if critic.token_budget is not None and critic.token_budget < longest:
-        reason = f"an episode of environment.max_tokens = {longest} does not fit a row of {critic.token_budget} tokens"
+        reason = f"{_longest_episode(config)} does not fit a row of {critic.token_budget} tokens"
         yield Problem("critic.token_budget", f"{reason}; use a budget of at least {longest}")
 
 
@@ -287,13 +292,13 @@ def slurm_nodes(config: "Config") -> Iterator[Problem]:
     if options is None:
         return
     gpus, ranks, workers = options.gpus_per_node, config.parallel.ranks, config.rollout.workers
-    on_node = options.ranks_on_a_node()
+    on_node, own = options.ranks_on_a_node(), config.of_critic.parallel.ranks
     if ranks > on_node and ranks % on_node:
         reason = f"parallel.ranks = {ranks} do not fill whole nodes of {on_node}; give a number that divides them"
         yield Problem("slurm.ranks_per_node", reason)
-    elif gpus and min(on_node, ranks) > gpus:
+    elif gpus and min(on_node, max(ranks, own)) > gpus:
         yield Problem("slurm.ranks_per_node", f"{on_node} ranks on a node of slurm.gpus_per_node = {gpus}: one each")
-    if (own := config.of_critic.parallel.ranks) != ranks and own > on_node and own % on_node:
+    if own != ranks and own > on_node and own % on_node:
         reason = f"critic.parallel.ranks = {own} do not fill whole nodes of {on_node}; give a number that divides them"
         yield Problem("slurm.ranks_per_node", reason)
     if config.rollout.engine == "sglang":
@@ -317,6 +322,14 @@ def slurm_nodes(config: "Config") -> Iterator[Problem]:
             f"{gpus * options.rollout_nodes} GPUs of rollout nodes, but plan.rollout_gpus = {config.plan.rollout_gpus}"
         )
         yield Problem("slurm.rollout_nodes", f"{reason}; the plan would be of another fleet, make them equal")
+
+
+def fleet_of_plan(config: "Config") -> Iterator[Problem]:
+    """The fleet that a plan assumes is whole engines."""
+    gpus, engine = config.plan.rollout_gpus, config.plan.engine_gpus
+    if gpus % engine:
+        reason = f"{gpus} GPUs are no whole number of engines of plan.engine_gpus = {engine}"
+        yield Problem("plan.rollout_gpus", f"{reason}; use {engine * max(1, gpus // engine)}, say, or smaller engines")
 
 
 def simulate(config: "Config") -> Iterator[Problem]:
@@ -380,6 +393,7 @@ RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     router_replay,
     megatron_options,
     slurm_nodes,
+    fleet_of_plan,
     simulate,
     sglang,
 )

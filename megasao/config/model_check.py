@@ -40,11 +40,20 @@ def layout_problems(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
 
 
 def of_critic(find: Find, config: Config, shape: dict[str, Any]) -> list[Problem]:
-    """What ``find`` sees in a separate critic's own layout, under the path of that; nothing where it has none."""
+    """What ``find`` sees in a separate critic's own layout and not in the actor's; nothing where it has none.
+
+    What is of its layout has the path of that.
+    """
     if config.critic is None or config.critic.parallel is None:
         return []
-    found = [each for each in find(config.of_critic, shape) if each.path.startswith("parallel.")]
-    return [Problem(f"critic.{each.path}", each.reason) for each in found]
+    own = set(find(config.of_critic, shape))
+    of_layout = [Problem(f"critic.{each.path}", each.reason) for each in own if each.path.startswith("parallel.")]
+    others = [
+        Problem(each.path, f"in the critic's layout: {each.reason}")
+        for each in own.difference(find(config, shape))
+        if not each.path.startswith("parallel.")
+    ]
+    return sorted(of_layout + others, key=lambda each: (each.path, each.reason))
 
 
 def untrainable(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:

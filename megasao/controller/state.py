@@ -29,6 +29,8 @@ from megasao.trajectories.ledger import Batch, Dropped, EvaluationStarted, Faile
 from megasao.transport.messages import EvaluationResult, Lease, Manifest, ManifestEntry, Waiting
 
 DUPLICATE = "duplicate"
+OWN_MODES = {"greedy": 0.0, "sampled": 1.0}
+"""Evaluations on the environment's own problems, with their temperatures; the others are benchmarks."""
 
 
 @dataclass
@@ -96,8 +98,8 @@ class ControllerState:
             self.prompts.restore(record)
             self.batches.restore(record)
             match record:
-                case EvaluationStarted():
-                    self.evaluations.start(record, now)
+                case EvaluationStarted(mode=mode) if mode in OWN_MODES or mode in self._benchmarks:
+                    self.evaluations.start(record, now)  # a benchmark that the run no longer has is let go
                 case Failed(reason=reason):
                     self.count(f"failures/{reason}")
                 case GaveUp():
@@ -391,7 +393,7 @@ class ControllerState:
         if problem is None:
             return None
         evaluation, index = problem
-        temperature = {"greedy": 0.0, "sampled": 1.0}.get(evaluation.asked.mode, self.config.benchmarks.temperature)
+        temperature = OWN_MODES.get(evaluation.asked.mode, self.config.benchmarks.temperature)
         return self._lessor.make(Key(evaluation.asked.evaluation_id, index), temperature, evaluation.asked.version)
 
     def _next_training(self, peer: bytes, room: "TrainingRoom", now: float) -> Lease | None:

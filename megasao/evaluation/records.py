@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from megasao.config.errors import UserError
 from megasao.config.rundir import write_atomically
+from megasao.trajectories.ipc import READ_ERRORS
 
 SCHEMA = pa.schema(
     [
@@ -99,17 +100,23 @@ class ResultDirectory:
             raise UserError(f"{path} is no manifest of an evaluation: {error}") from error
 
     def read(self) -> list[Record]:
-        """All rows, in the order in which they were written."""
+        """All rows, in the order in which they were written. UserError names a file that cannot be read."""
         found: list[Record] = []
         for file in self._files():
-            with pa.OSFile(str(file)) as source, pa.ipc.open_file(source) as reader:
-                rows: list[dict[str, Any]] = reader.read_all().to_pylist()
-            found += [Record(**row) for row in rows]
+            try:
+                with pa.OSFile(str(file)) as source, pa.ipc.open_file(source) as reader:
+                    rows: list[dict[str, Any]] = reader.read_all().to_pylist()
+                found += [Record(**row) for row in rows]
+            except READ_ERRORS as error:
+                raise UserError(
+                    f"{file} holds no records of this version, or is cut off: {error}; remove it, and `megasao eval` "
+                    "measures what it held again"
+                ) from error
         return found
 
     def append(self, records: Sequence[Record]) -> None:
-        """Write the next file."""
-        number = len(self._files())
+        """Write the next file, behind the last one also where one before it was removed."""
+        number = max((int(file.stem.rpartition("-")[2]) + 1 for file in self._files()), default=0)
         path = self.path / f"records-{number:06d}.arrow"
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
@@ -117,4 +124,4 @@ class ResultDirectory:
         os.replace(temporary, path)
 
     def _files(self) -> list[Path]:
-        return sorted(self.path.glob("records-*.arrow"))
+        return sorted(self.path.glob("records-[0-9]*[0-9].arrow"))

@@ -55,17 +55,27 @@ def _placed(problem: Problem, document: Document) -> Problem:
 
 
 def _environment(config: Config) -> list[Problem]:
-    """An unknown environment, or an option it does not have."""
+    """An unknown environment, an option it does not have, or fine-tuning on demonstrations that it does not have."""
     from megasao.environments.registry import make_environment
 
     try:
-        make_environment(config.environment)
+        environment = make_environment(config.environment)
     except ValueError as error:
-        path, colon, reason = str(error).partition(": ")
-        if colon and path.startswith("environment."):
-            return [Problem(path, reason)]
-        return [Problem("environment.options", str(error))]
+        return [_of_environment(error, "environment.options")]
+    try:
+        if config.sft is not None:
+            environment.demonstration(0, config.run.seed)
+    except ValueError as error:
+        return [_of_environment(error, "sft")]
     return []
+
+
+def _of_environment(error: ValueError, otherwise: str) -> Problem:
+    """Under the path that the error begins with, if it does."""
+    path, colon, reason = str(error).partition(": ")
+    if colon and path.startswith("environment."):
+        return Problem(path, reason)
+    return Problem(otherwise, str(error))
 
 
 def _benchmarks(config: Config) -> list[Problem]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from megasao.config.errors import UserError
 from megasao.config.rundir import RunDirectory
 from megasao.observability.jsonl import read_rows
 
@@ -45,13 +46,24 @@ def record(run: RunDirectory, event: Happening, *, job: str, restart: int, nodes
 
 
 def read_history(run: RunDirectory) -> list[Event]:
-    """All events, oldest first; none for a run that never was a job."""
-    return [Event(**row) for row in read_rows(history_path(run))]
+    """All events, oldest first; none for a run that never was a job. UserError for a line that is no event."""
+    path = history_path(run)
+    try:
+        return [Event(**row) for row in read_rows(path)]
+    except TypeError as error:
+        raise UserError(f"{path} has a line that is no event of this version ({error}); move the file away") from error
 
 
 def latest_step(run: RunDirectory) -> int | None:
-    """Steps that the latest checkpoint holds; None without one."""
+    """Steps that the latest checkpoint holds; None without one. UserError for a pointer that names none."""
     pointer = run.checkpoints / "latest"
     if not pointer.exists():
         return None
-    return int(pointer.read_text(encoding="utf-8").strip().removeprefix("step_"))
+    name = pointer.read_text(encoding="utf-8", errors="replace").strip()
+    step = name.removeprefix("step_")
+    if not (step.isascii() and step.isdigit()):
+        raise UserError(
+            f"{pointer} names {name!r}, which is no checkpoint (step_000050, say); point it at a directory of "
+            f"{run.checkpoints}, or remove it"
+        )
+    return int(step)

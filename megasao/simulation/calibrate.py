@@ -28,6 +28,11 @@ from megasao.simulation.rates import EngineRates, Line, Rates, Source, TrainingR
 from megasao.trajectories.files import read_trajectories
 
 FEWEST_STEPS = 20
+_COLUMNS = (
+    *("time", "time/step", "time/wait", "time/publish"),
+    *("data/lag_mean", "data/total_tokens", "data/trajectories"),
+)
+"""What every step's line must have."""
 _TOTALS = ("engine/decode_steps", "engine/generated_tokens", "engine/prefill_tokens", "engine/busy_seconds")
 
 
@@ -69,6 +74,12 @@ def _steps(run: RunDirectory) -> list[Row]:
     if len(rows) < FEWEST_STEPS:
         raise ValueError(
             f"{run.path} has {len(rows)} steps in metrics/trainer.jsonl; at least {FEWEST_STEPS} are needed"
+        )
+    lacking = sorted({name for name in _COLUMNS for row in rows if row.get(name) is None})
+    if lacking:
+        raise ValueError(
+            f"{run.path}: metrics/trainer.jsonl lacks {', '.join(lacking)}, in all steps or in some; "
+            "measure a run of this version"
         )
     gaps = [later["time"] - earlier["time"] - later["time/step"] for earlier, later in pairwise(rows)]
     if max(gaps) > max(60.0, 10 * median(column(rows, "time/step"))):

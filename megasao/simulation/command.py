@@ -39,6 +39,9 @@ def simulate(
     """Simulate ``config`` on each number of nodes in each mode, and show what comes of it. UserError."""
     if plot is not None and plot.suffix != ".png":
         raise UserError(f"--plot: expected a name that ends in .png, got {plot}")
+    for option, path in (("--json", json), ("--plot", plot)):
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"{option}: the directory of {path} is not there; make it first")
     each_has = config.slurm.gpus_per_node if config.slurm is not None else 8
     try:
         work = _work(config)
@@ -66,6 +69,7 @@ def outcomes(
     options = config.simulate
     if options is None:
         raise ValueError("the config has no section simulate: write the rates of your machines (docs/simulation.md)")
+    _refuse_what_is_not_modelled(config)
     drawn = of_run(lengths, config) if lengths is not None else of_law(options.episode, config.environment.max_tokens)
     results, sources = [], []
     for gpus in sizes:
@@ -76,6 +80,14 @@ def outcomes(
             history = SimulatedFleet(run, rates, drawn).run(options.steps)
             results.append(outcome(history, run, mode=mode, gpus=gpus, trainer_gpus=trainer, discard=options.discard))
     return results, sources
+
+
+def _refuse_what_is_not_modelled(config: Config) -> None:
+    """ValueError for what would be counted as something else."""
+    if config.critic_is_separate:
+        raise ValueError("critic.placement: only a critic on the actor's ranks is modelled; set it to colocated")
+    if config.environment.compaction is not None:
+        raise ValueError("environment.compaction: episodes of several segments are not modelled; set it to null")
 
 
 def _work(config: Config) -> Work:
@@ -93,8 +105,10 @@ def predict(run: Path, calibrate: Path, lengths: Path | None, say: Callable[[str
     """The wall time of ``run`` by the rates measured in ``calibrate``, beside its measured one. UserError."""
     here, there = _open(run), _open(calibrate)
     try:
-        config = load_config(here.config)
-        rates = calibrated(there, load_config(there.config))
+        config, other = load_config(here.config), load_config(there.config)
+        for each in (config, other):
+            _refuse_what_is_not_modelled(each)
+        rates = calibrated(there, other)
         drawn: Lengths = of_run(lengths or there.path, config)
         found = measured(here)
         # As long as the run was, whatever it was meant to be.

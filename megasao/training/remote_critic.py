@@ -1,7 +1,8 @@
 """The critic of another world, as the actor's ranks use it.
 
 Invariants, asserted by the tests:
-- every wait is bounded by ``critic.timeout_s``, and its error names the critic's address and what was asked;
+- every wait is bounded by ``critic.timeout_s``, and its error names the critic's address, what was asked, and whether
+  the critic answers at all;
 - rank 0 alone asks; every rank gets the same answer, and no collective is longer than one round of questions;
 - values belong to the trajectories of the step that was asked for, or they are refused.
 """
@@ -37,6 +38,8 @@ from megasao.transport.values import (
 
 ROUND_S = 2.0
 """Bound on one round of questions, after which all ranks show a sign of life."""
+_LEAST_WAIT_S = 0.5
+"""For an answer, also to the last question: a critic that is at work must have the time to say so."""
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.1
 
@@ -141,7 +144,7 @@ class RemoteCritic:
         assert self.client is not None
         try:
             left = deadline - time.monotonic()
-            return self.client.request(message, timeout_s=min(ROUND_S, max(_FIRST_PAUSE_S, left)))
+            return self.client.request(message, timeout_s=min(ROUND_S, max(_LEAST_WAIT_S, left)))
         except TimeoutError:
             return Silent(), b""
 

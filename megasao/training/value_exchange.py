@@ -2,7 +2,7 @@
 
 Invariants, asserted by the tests:
 - the values of a step are one array, trajectory after trajectory in the manifest's order, whatever the layout;
-- what one world's rows give, another world's rows get bit for bit.
+- what one world's rows give, another world's rows get bit for bit, also where trajectories have several segments.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,6 +46,6 @@ def _starts(batch: Batch) -> dict[str, int]:
 
 def _parts(row: TrainRow) -> Iterator[tuple[str, slice]]:
     """Each trajectory of a row, and where it is there."""
-    bounds = row.row.cu_seqlens.tolist()
+    bounds = row.cu_seqlens.tolist()
     for number, trajectory in enumerate(row.trajectories):
         yield trajectory.trajectory_id, slice(bounds[number], bounds[number + 1])

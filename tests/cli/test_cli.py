@@ -70,6 +70,7 @@ def test_a_user_error_is_one_clean_message_in_full_lines(tmp_path: Path) -> None
         (["check", "absent.yaml"], "no such file"),
         (["check", str(LAPTOP), "environment.name=calculater"], "did you mean 'calculator'?"),
         (["check", str(LAPTOP), "environment.options.no_such=1"], "environment.options.no_such"),
+        (["check", str(LAPTOP), "environment.name=tool"], "sft: environment tool: it has no demonstrations"),
         (["check", str(LAPTOP), "observability.wandb_project=x"], "wandb is not installed"),
         (["check", str(LAPTOP), "model.transformer_impl=transformer_engine"], "transformer_engine is not installed"),
         (["check", str(LAPTOP), "buffer.max_bytes=1000"], "buffer.max_bytes: 1000 cannot hold one batch"),

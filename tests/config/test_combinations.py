@@ -12,6 +12,7 @@ from tests.checkpoints import write_checkpoint
 
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
 BASE = ["loop.steps=160", "sft.steps=800"]
+TWO_SEGMENTS = ["environment.compaction.max_segments=2", "environment.compaction.summary_tokens=9"]
 
 CASES = [
     (["loop.batch_size=1"], ["loop.batch_size=2"], "loop.batch_size", "critic cannot learn"),
@@ -176,6 +177,12 @@ CASES = [
         "less than or equal to 1",
     ),
     (
+        ["plan.rollout_gpus=12"],
+        ["plan.rollout_gpus=16"],
+        "plan.rollout_gpus",
+        "no whole number of engines of plan.engine_gpus = 8; use 8, say",
+    ),
+    (
         ["critic.parallel={ranks: 2}"],
         ["critic.parallel={ranks: 2}", "critic.placement=separate"],
         "critic.parallel",
@@ -192,6 +199,12 @@ CASES = [
         ["critic.token_budget=110", "critic.placement=separate"],
         "critic.token_budget",
         "at least 110",
+    ),
+    (
+        ["critic.token_budget=219", "critic.placement=separate", *TWO_SEGMENTS],
+        ["critic.token_budget=220", "critic.placement=separate", *TWO_SEGMENTS],
+        "critic.token_budget",
+        "110 in 2 segments does not fit a row of 219 tokens; use a budget of at least 220",
     ),
 ]
 
@@ -332,6 +345,15 @@ def test_the_critics_own_layout_fits_the_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_model(load_config(LAPTOP, [f"model.path={tmp_path}", *CRITIC, "critic.parallel.context=2"]))
     assert [problem.path for problem in caught.value.problems] == ["environment.max_tokens"]
+
+
+def test_what_the_critics_layout_alone_excludes_is_refused(tmp_path: Path) -> None:
+    up_projection = ["trainer.recompute=selective", "megatron.model.recompute_modules=[mla_up_proj]"]
+    config = [model(tmp_path, **SPARSE), *CRITIC, *up_projection]
+    assert check_model(load_config(LAPTOP, config))
+    with pytest.raises(ConfigError, match="in the critic's layout: mla_up_proj alone") as caught:
+        check_model(load_config(LAPTOP, [*config, "critic.parallel.context=2"]))
+    assert [problem.path for problem in caught.value.problems] == ["megatron.model.recompute_modules"]
 
 
 def test_what_the_critics_ranks_read(tmp_path: Path) -> None:

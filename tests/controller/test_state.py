@@ -417,6 +417,23 @@ def test_benchmarks_are_measured_beside_the_environment(tmp_path):
     assert sorted(state.evaluations.open) == ["step-000003/aime24", "step-000003/greedy"]
 
 
+def test_an_open_evaluation_of_a_benchmark_that_is_no_longer_asked_for_is_let_go(tmp_path):
+    """Its number would be of the environment's own problems."""
+    write_benchmark(tmp_path, "gsm8k", 3)
+    config = make_config(
+        evaluation={"problems": 1, "sampled": False, "benchmarks": ["gsm8k"]},
+        benchmarks={"data": str(tmp_path), "samples": 2, "max_tokens": 110},
+    )
+    before = ready(config, benchmarks=background_benchmarks(config))
+    before.request_evaluation(3, 0, 0.0)
+    records = before.take_records()
+    assert ready(config, benchmarks=background_benchmarks(config), records=records).evaluations.open == [
+        "step-000003/greedy",
+        "step-000003/gsm8k",
+    ]
+    assert ready(make_config(evaluation={"problems": 1}), records=records).evaluations.open == ["step-000003/greedy"]
+
+
 @pytest.mark.parametrize(("name", "message"), [("gsm8", "did you mean 'gsm8k'"), ("gsm8k", "does not exist")])
 def test_benchmarks_that_cannot_be_had_are_refused(tmp_path, name, message):
     config = make_config(

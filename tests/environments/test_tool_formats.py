@@ -161,6 +161,8 @@ def test_arguments_are_checked_against_the_schema(arguments, message):
         ({"typ": "string"}, r"p\.typ: not a keyword that is checked \(did you mean 'type'\?\)"),
         ({"properties": {"a": {"pattern": "x"}}}, r"p\.properties\.a\.pattern: not a keyword"),
         ({"type": "text"}, r"p\.type: expected one of object, array"),
+        ({"type": {"type": "object"}}, r"p\.type: expected one of object, array"),
+        ({"type": [["object"]]}, r"p\.type: expected one of object, array"),
         ({"properties": []}, r"p\.properties: expected a mapping"),
         ({"required": "a"}, r"p\.required: expected a list of names"),
         ({"enum": []}, r"p\.enum: expected a list of values"),

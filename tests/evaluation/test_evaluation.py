@@ -164,6 +164,19 @@ def test_summaries_comparisons_and_tables_are_those_of_the_records(place, tmp_pa
         results_table([tmp_path / "A", tmp_path / "A"])
 
 
+def test_a_file_that_is_cut_off_is_named_and_can_be_removed(tmp_path):
+    directory = ResultDirectory(tmp_path)
+    for number in range(3):
+        directory.append([Record(f"p{number}", 0, 0, 0, reward=1.0)])
+    damaged = tmp_path / "records-000001.arrow"
+    damaged.write_bytes(damaged.read_bytes()[:60])
+    with pytest.raises(UserError, match=r"records-000001\.arrow holds no records of this version, or is cut off"):
+        directory.read()
+    damaged.unlink()
+    directory.append([Record("p1", 0, 0, 0, reward=1.0)])
+    assert [record.problem_id for record in directory.read()] == ["p0", "p2", "p1"]
+
+
 def test_a_runs_final_policy_is_measured_under_its_weight_version(place, tmp_path):
     directory = RunDirectory(tmp_path / "run")
     directory.create()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megasao.config.errors import UserError
 from megasao.config.load import load_config
 from megasao.config.rundir import RunDirectory
 from megasao.observability.history import latest_step, read_history, record
@@ -77,3 +78,18 @@ def test_the_history_survives_a_torn_line(tmp_path: Path, caplog: pytest.LogCapt
     record(run, "stopped", job="1", restart=0, nodes=["a"])
     assert [(event.event, event.step) for event in read_history(run)] == [("started", None), ("stopped", None)]
     assert "cut off" in caplog.text
+
+
+@pytest.mark.parametrize("pointer", [b"hello", b"\xff\xfe", b""])
+def test_a_damaged_pointer_is_named(tmp_path: Path, pointer: bytes) -> None:
+    run = RunDirectory(tmp_path)
+    run.checkpoints.mkdir()
+    (run.checkpoints / "latest").write_bytes(pointer)
+    with pytest.raises(UserError, match=r"checkpoints/latest names .* which is no checkpoint"):
+        lines(run)
+
+
+def test_a_history_of_another_version_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "history.jsonl", {"event": "started"})
+    with pytest.raises(UserError, match=r"history\.jsonl has a line that is no event of this version"):
+        lines(RunDirectory(tmp_path))

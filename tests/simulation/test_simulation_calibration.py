@@ -193,6 +193,8 @@ def without(name: str) -> Callable[[dict[str, float]], dict[str, float]]:
     [
         ("controller", without("engine/"), "has no engine/ totals to compute speeds from"),
         ("trainer", without("time/actor"), "has no time/actor: was the run too short"),
+        ("trainer", without("time/step"), "trainer.jsonl lacks time/step"),
+        ("trainer", without("data/"), "lacks data/lag_mean, data/total_tokens, data/trajectories"),
         (
             "trainer",
             lambda row: row if row["step"] < 10 else None,

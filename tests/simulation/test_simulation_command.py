@@ -170,6 +170,12 @@ def test_a_section_that_cannot_work_is_refused(changes: list[str], message: str)
     [
         (["simulate=null"], 512, "the config has no section simulate"),
         (["plan.rollout_gpus=0", "slurm=null"], 512, "plan.rollout_gpus: 0, so there is no fleet"),
+        (["critic.placement=separate"], 512, "only a critic on the actor's ranks is modelled"),
+        (
+            ["environment.compaction.max_segments=2", "trainer.token_budget=32768"],
+            512,
+            "episodes of several segments are not modelled",
+        ),
         ([], 100, "100 GPUs cannot be shared .* use multiples of 64"),
         (["loop.batch_size=8"], 64, "shrinks to 1; use simulate.scale_batch=false"),
     ],
@@ -196,6 +202,13 @@ def test_nodes_are_numbers(text: str) -> None:
 def test_a_picture_is_a_png(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--plot: expected a name that ends in \.png"):
         command.simulate(glm(), [64], lengths=None, json=None, plot=tmp_path / "found.svg", say=print)
+
+
+@pytest.mark.parametrize("option", ["json", "plot"])
+def test_a_place_that_is_not_there_is_refused_before_the_work(tmp_path: Path, option: str) -> None:
+    files = {"json": None, "plot": None, option: tmp_path / "absent" / "found.png"}
+    with pytest.raises(UserError, match=f"--{option}: the directory of .* is not there"):
+        command.simulate(glm(), [64], lengths=None, say=print, **files)
 
 
 def test_it_needs_no_torch() -> None:

@@ -96,13 +96,20 @@ def test_where_a_separate_critic_is() -> None:
     [
         (["slurm.ranks_per_node=3"], "slurm.ranks_per_node"),
         (["slurm.ranks_per_node=16"], "slurm.ranks_per_node"),
+        (
+            [
+                *("parallel.ranks=8", "parallel.pipeline=1", "slurm.ranks_per_node=16"),
+                *("critic.placement=separate", "critic.parallel={ranks: 16}"),
+            ],
+            "slurm.ranks_per_node",
+        ),
         ([*EMBEDDED, "rollout.workers=3", "slurm.rollout_nodes=2", "plan.rollout_gpus=16"], "slurm.rollout_nodes"),
         ([*EMBEDDED, "rollout.workers=9"], "slurm.rollout_nodes"),
         ([*EMBEDDED, "slurm.nodes_per_server=2"], "slurm.nodes_per_server"),
         (["rollout.sglang.servers=4"], "slurm.rollout_nodes"),
         (["rollout.sglang.servers=2", "slurm.rollout_nodes=2", "plan.rollout_gpus=16"], "slurm.rollout_nodes"),
         (["rollout.sglang.server_args.tp_size=4", "plan.engine_gpus=4"], "slurm.rollout_nodes"),
-        (["rollout.sglang.server_args.tp_size=16", "plan.engine_gpus=16"], "slurm.nodes_per_server"),
+        (["rollout.sglang.server_args.tp_size=16", "plan.rollout_gpus=0"], "slurm.nodes_per_server"),
         (["plan.engine_gpus=4"], "plan.engine_gpus"),
         (["rollout.sglang.first_port=9000"], "rollout.sglang.first_port"),
         (["rollout.sglang.server_args.nnodes=2"], "rollout.sglang.server_args.nnodes"),

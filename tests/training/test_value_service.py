@@ -1,6 +1,7 @@
 """What a separate critic says and when, on real sockets without a model; and the values that pass between worlds."""
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -132,6 +133,16 @@ def test_a_critic_that_never_was_is_named_within_the_bound(address: str, tmp_pat
     critic.close()
 
 
+def test_a_critic_at_work_is_not_taken_for_a_silent_one(service: ValueService, address: str, tmp_path: Path) -> None:
+    """However little of the time is left for the last question."""
+    critic = remote(address, tmp_path, 0.001)
+    service._lock.acquire()  # it has other things to do, and answers late
+    threading.Timer(0.1, service._lock.release).start()
+    with pytest.raises(TimeoutError, match=r"longer than critic\.timeout_s = 0\.001 s \(it is still at work\)"):
+        critic.learned(step=0)
+    critic.close()
+
+
 def test_a_checkpoint_begins_before_the_next_step(service: ValueService, address: str, tmp_path: Path) -> None:
     """``save`` returns when the critic has heard of it, and does not wait for the disk."""
     critic = remote(address, tmp_path, 20.0)
@@ -186,6 +197,20 @@ def test_values_pass_between_any_two_packings(senders: int, budget: int) -> None
         for got, expected, row in zip(of_rows(batch, step), own_values(batch), batch.rows, strict=True):
             inside = sum(len(t.tokens) for t in row.trajectories)
             assert torch.equal(got[:inside], expected[:inside]) and not got[inside:].any()
+
+
+def test_values_of_trajectories_in_segments_pass_whole() -> None:
+    """A row has a sequence for each segment, and more of them than trajectories."""
+    two = replace(trajectories(3, 1)[0], tokens=[1] * 9, action_mask=[False, True, True] * 3, rewards=[0.0] * 9)
+    two = replace(two, rollout_logprobs=[0.0] * 9, segment_starts=[0, 3, 6])
+    batch = pack_trajectories([two, replace(trajectories(4, 2)[1])], data_rank=0, data_size=1, token_budget=4096)
+    assert batch.rows[0].row.cu_seqlens.numel() > batch.rows[0].cu_seqlens.numel()
+    alone: Any = SimpleNamespace(all_reduce_data=lambda tensor: tensor)
+    [expected] = own_values(batch)
+    step = whole_step(batch, [expected], alone)
+    by_trajectory = {t.trajectory_id: value_of(t.trajectory_id, len(t.tokens)) for t in batch.rows[0].trajectories}
+    assert torch.equal(step, torch.cat([by_trajectory[entry.trajectory_id] for entry in batch.entries]))
+    assert torch.equal(of_rows(batch, step)[0], expected)
 
 
 def test_values_of_another_step_are_refused() -> None:

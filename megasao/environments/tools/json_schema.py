@@ -49,7 +49,7 @@ def _check_keyword(keyword: str, value: Any, where: str) -> None:
     match keyword:
         case "type":
             for kind in value if isinstance(value, list) else [value]:
-                if kind not in _TYPES:
+                if not isinstance(kind, str) or kind not in _TYPES:
                     raise ValueError(f"{where}: expected one of {', '.join(_TYPES)}, got {shorten(kind)}")
         case "properties" if isinstance(value, Mapping):
             for name, inner in value.items():
