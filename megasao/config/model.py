@@ -39,9 +39,10 @@ class ParallelConfig(Section):
     )
     expert: int = Field(1, ge=1, description="Expert parallel size (EP).")
     expert_tensor: int = Field(1, ge=1, description="Tensor parallel size inside an expert (ETP).")
-    dispatcher: Literal["alltoall", "allgather"] = Field(
+    dispatcher: Literal["alltoall", "allgather", "flex"] = Field(
         "alltoall",
-        description="How tokens reach their experts; allgather pads the rows of all ranks to one length.",
+        description="How tokens reach their experts; allgather pads the rows of all ranks to one length, flex is "
+        "DeepEP (GPUs, package deep_ep).",
     )
     distributed_optimizer: bool = Field(
         False, description="Split optimizer state and main weights over data and context parallel ranks."

@@ -203,17 +203,21 @@ def make_transformer_config(
     kind = MLATransformerConfig if family.attention == "sparse_latent" else TransformerConfig
     layout = _parallel_settings(parallel, dtype, hf_config["num_hidden_layers"])
     return kind(
-        **{**settings, **_moe_settings(hf_config, parallel), **own},
+        **{**settings, **_moe_settings(hf_config, model, parallel), **own},
         **layout,
         **{**_kernel_settings(), **(options or {})},
     )
 
 
-def _moe_settings(hf_config: dict[str, Any], parallel: ParallelConfig) -> dict[str, Any]:
+def _moe_settings(hf_config: dict[str, Any], model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
     experts = expert_count(hf_config)
     if experts == 0:
         return {}
     _divisible(experts, "the number of experts", parallel.expert, "parallel.expert")
+    if parallel.dispatcher == "flex" and not (torch.cuda.is_available() and _is_installed("deep_ep")):
+        raise ValueError("parallel.dispatcher = flex needs CUDA and the package deep_ep; use alltoall")
+    if parallel.dispatcher == "flex" and parallel.expert_tensor * parallel.expert == 1:
+        raise ValueError("parallel.dispatcher = flex needs parallel.expert or expert_tensor > 1; use alltoall")
     if parallel.tensor > 1 and not parallel.sequence:
         raise ValueError("a mixture of experts with parallel.tensor > 1 needs parallel.sequence = true")
     if parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
@@ -229,7 +233,7 @@ def _moe_settings(hf_config: dict[str, Any], parallel: ParallelConfig) -> dict[s
         "moe_router_topk": hf_config["num_experts_per_tok"],
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": resolved_implementation(model) == "transformer_engine",
     }
 
 
@@ -252,7 +256,7 @@ def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype, layers: int
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         # Lengths travel with the tensors; the allgather dispatcher wants one length, so rows are padded for it.
-        "variable_seq_lengths": parallel.dispatcher == "alltoall",
+        "variable_seq_lengths": parallel.dispatcher != "allgather",
         # Gradients are summed, never averaged: step.py returns losses already divided by the global denominator.
         "calculate_per_token_loss": True,
     }
@@ -278,9 +282,14 @@ def _kernel_settings() -> dict[str, Any]:
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": cuda and _is_installed("transformer_engine", "fused_weight_gradient_mlp_cuda"),
         "moe_permute_fusion": False,
     }
+
+
+def _is_installed(*packages: str) -> bool:
+    """Whether one of them is."""
+    return any(importlib.util.find_spec(package) is not None for package in packages)
 
 
 def _divisible(value: int, name: str, by: int, by_name: str) -> None:
@@ -294,7 +303,7 @@ def resolved_implementation(model: ModelConfig) -> Literal["local", "transformer
     Raises:
         ValueError: transformer_engine is asked for and is not there.
     """
-    available = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    available = torch.cuda.is_available() and _is_installed("transformer_engine")
     if model.transformer_impl == "transformer_engine" and not available:
         raise ValueError(
             "model.transformer_impl = transformer_engine needs CUDA and the package transformer_engine; "

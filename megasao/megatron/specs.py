@@ -40,7 +40,7 @@ def layer_spec(hf_config: dict[str, Any], config: TransformerConfig, implementat
         "multi_latent_attention": latent,
     }
     if implementation == "transformer_engine":
-        spec = get_gpt_layer_with_transformer_engine_spec(**options)
+        spec = get_gpt_layer_with_transformer_engine_spec(**options, moe_grouped_gemm=config.moe_grouped_gemm)
     else:
         spec = get_gpt_layer_local_spec(**options, normalization="RMSNorm")
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
