@@ -2,6 +2,7 @@
 
 import json
 import os
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -111,10 +112,14 @@ class RunDirectory:
         return self.path / "weights" / name
 
     def published(self, config: Config) -> Path:
-        """Versions of the weights that the trainer's ranks write, where they travel by disk."""
+        """Versions of the weights that the trainer's ranks write, where they travel by disk.
+
+        Runs of one name that share ``weights.directory`` do not share their versions.
+        """
         if config.weights.directory is None:
             return self.path / "weights" / "published"
-        return Path(config.weights.directory) / config.run.name
+        place = zlib.crc32(str(self.path.absolute()).encode())
+        return Path(config.weights.directory) / f"{config.run.name}-{place:08x}"
 
     @property
     def keys(self) -> Path:

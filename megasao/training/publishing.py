@@ -79,31 +79,44 @@ class DiskPublishing(Publishing):
             directory.write_share(path, self.topology.rank, mine, rows, shard_bytes=self.config.shard_bytes)
         except OSError as failure:
             error = failure
-        failed = [rank for rank, lost in enumerate(gather_counts(error is not None)) if lost]
-        if failed:
-            self._give_up(path)
-            reason = error or "its own message says why"
-            raise RuntimeError(f"rank {failed[0]} could not write weights {version} to {path}: {reason}") from error
+        self._agree(path, error)
+        ready, error = None, None
         if self.publisher is not None:
             names = hf_names(model.hf_config, model.role)
-            ready = directory.complete(self.root, version, epoch, self.topology.world_size, names)
+            try:
+                ready = directory.complete(self.root, version, epoch, self.topology.world_size, names)
+            except OSError as failure:
+                error = failure
+        self._agree(path, error)
+        if self.publisher is not None and ready is not None:
             self.publisher.publish_directory(ready)
 
     def _begin(self, version: int) -> str:
         """Make the version's hidden directory; the publisher's epoch, on every rank."""
-        epoch = None
+        epoch, path, error = None, self.root, None
         if self.publisher is not None:
             self.publisher.make_room(version)
-            if self._published:  # before, live receivers of an earlier life may not have said what they need
-                directory.prune(self.root, self.publisher.needed())
-            self._published = True
             epoch = self.publisher.epoch.encode()
-            directory.unfinished_path(self.root, version, self.publisher.epoch).mkdir()
+            path = directory.unfinished_path(self.root, version, self.publisher.epoch)
+            try:
+                if self._published:  # before, live receivers of an earlier life may not have said what they need
+                    directory.prune(self.root, self.publisher.needed())
+                path.mkdir()
+            except OSError as failure:
+                error = failure
+            self._published = True
+        self._agree(path, error)
         return self.topology.broadcast_bytes(epoch).decode()
 
-    def _give_up(self, path: Path) -> None:
+    def _agree(self, path: Path, error: OSError | None) -> None:
+        """End the publication on every rank, and remove what there is of it, if one rank has an error. Collective."""
+        failed = [rank for rank, lost in enumerate(gather_counts(error is not None)) if lost]
+        if not failed:
+            return
         if self.topology.rank == 0:
             shutil.rmtree(path, ignore_errors=True)
+        reason = error or "its own message says why"
+        raise RuntimeError(f"rank {failed[0]} could not write weights to {path}: {reason}") from error
 
 
 def make_publishing(

@@ -12,6 +12,7 @@ Invariants, asserted by the tests:
 """
 
 import json
+import logging
 import os
 import shutil
 import threading
@@ -33,6 +34,8 @@ from megasao.storage.model_parts import write_json
 from megasao.storage.reader import TensorFiles
 from megasao.storage.writer import TensorFileWriter, checksum
 from megasao.weights.messages import AnnounceDirectory
+
+logger = logging.getLogger(__name__)
 
 FORMAT = "megasao-weights-1"
 MANIFEST = "manifest.json"
@@ -71,17 +74,26 @@ def prepare_root(root: Path) -> None:
     """Make the directory of versions, and remove what was not finished in an earlier life of the trainer."""
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob(".*"):
-        shutil.rmtree(left)
+        _remove(left)
 
 
 def prune(root: Path, needed: Collection[tuple[str, int]]) -> None:
     """Remove the versions that are not in ``needed``, pairs of epoch and version."""
     keep = {version_name(version, epoch) for epoch, version in needed}
     for path in root.iterdir():
-        if path.name not in keep:
+        if path.is_dir() and path.name not in keep:
             # Renamed first: what is half removed must not look like a version.
-            doomed = path if path.name.startswith(".") else path.rename(path.with_name(f".old-{path.name}"))
-            shutil.rmtree(doomed)
+            _remove(path if path.name.startswith(".") else path.rename(path.with_name(f".old-{path.name}")))
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory; what is still open on another node stays, and goes with a later version."""
+    if not directory.is_dir():
+        return
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        logger.warning("%s is left for later: %s", directory, error)
 
 
 def write_share(

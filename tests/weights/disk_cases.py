@@ -17,9 +17,10 @@ from megasao.launch.ports import free_ports
 from megasao.megatron import runtime
 from megasao.megatron.bridge import export_hf, outgoing
 from megasao.megatron.checkpoint import save_model
-from megasao.megatron.models import build_model
+from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.optimizer import build_optimizer
 from megasao.training.publishing import DiskPublishing
+from megasao.weights import directory
 from megasao.weights.publisher import WeightPublisher
 from tests.megatron.tiny import make_config
 
@@ -79,9 +80,20 @@ def cannot_write(payload: Payload) -> Any:
     distributed.barrier()
     publishing.publish(1, model)
     after = [path.name.partition("-")[0] for path in root.iterdir()] if topology.rank == 0 else ["000001"]
+    late = _rank_0_alone(publishing, model)
     publishing.close()
     runtime.clear_layout()
-    return [error, left, after]
+    return [error, left, after, late]
+
+
+def _rank_0_alone(publishing: DiskPublishing, model: MegatronModel) -> str:
+    """The error of each rank where rank 0 cannot put the version together."""
+    with patch.object(directory, "complete", side_effect=OSError(5, "Input/output error")):
+        try:
+            publishing.publish(2, model)
+        except RuntimeError as failure:
+            return str(failure)
+    return ""
 
 
 def _full(*_: Any) -> int:

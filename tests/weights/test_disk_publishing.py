@@ -102,5 +102,6 @@ def planned_shares(source: Path, job: dict[str, Any]) -> list[list[int]]:
 def test_a_rank_that_cannot_write_ends_the_publication_everywhere(tmp_path: Path) -> None:
     source = write_family(tmp_path / "hf", "llama")
     payload = {"path": str(source), "out": str(tmp_path), "parallel": {"ranks": 2, "tensor": 2, "sequence": True}}
-    for error, left, after in run_world(2, "tests.weights.disk_cases:cannot_write", payload):
-        assert "rank 1 could not write weights 0" in error and left == [] and after == ["000001"]
+    for error, left, after, late in run_world(2, "tests.weights.disk_cases:cannot_write", payload):
+        assert "rank 1 could not write weights to" in error and left == [] and after == ["000001"]
+        assert "rank 0 could not write weights to" in late, "also what rank 0 does alone"

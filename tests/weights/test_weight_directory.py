@@ -32,6 +32,8 @@ from weight_world import (
     write_version,
 )
 
+from megasao.config import Config
+from megasao.config.rundir import RunDirectory
 from megasao.rollout.engines.sglang_weights import WeightStaging
 from megasao.rollout.evaluation import EvaluationGate
 from megasao.storage.header import TensorInfo
@@ -343,3 +345,29 @@ def test_the_writer_takes_pieces_in_any_order(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "rank-00000-00000.safetensors")["embed"], whole)
     with pytest.raises(AssertionError, match="not complete"):
         directory.write_share(tmp_path, 0, [TensorInfo("embed", whole.dtype, (32, 16))], rows[1:], shard_bytes=BUCKET)
+
+
+def test_files_that_are_no_versions_do_no_harm(tmp_path: Path) -> None:
+    """A network file system leaves such names where something is still open."""
+    disk = Disk(tmp_path)
+    write_version(disk.root, 1, "life", weights(1))
+    for name in (".nfs0001", "note"):
+        (disk.root / name).write_text("x", encoding="utf-8")
+    directory.prune(disk.root, [])
+    directory.prepare_root(disk.root)
+    assert sorted(path.name for path in disk.root.iterdir()) == [".nfs0001", "note"]
+
+
+def test_runs_of_one_name_do_not_share_versions(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"name": "one"},
+            "model": {"path": "none"},
+            "actor": {"optimizer": {"lr": 1e-4}},
+            "critic": {"optimizer": {"lr": 1e-4}},
+            "loop": {"steps": 100},
+            "weights": {"transport": "disk", "directory": str(tmp_path / "shared")},
+        }
+    )
+    places = {RunDirectory(tmp_path / name / "one").published(config) for name in ("a", "b")}
+    assert len(places) == 2 and all(place.parent == tmp_path / "shared" for place in places)
