@@ -165,6 +165,7 @@ def test_arguments_are_checked_against_the_schema(arguments, message):
         ({"type": [["object"]]}, r"p\.type: expected one of object, array"),
         ({"properties": []}, r"p\.properties: expected a mapping"),
         ({"required": "a"}, r"p\.required: expected a list of names"),
+        ({"additionalProperties": False, "required": ["a"]}, r"p\.required: 'a' is not among the properties"),
         ({"enum": []}, r"p\.enum: expected a list of values"),
         ({"minimum": "1"}, r"p\.minimum: expected a number"),
         ({"items": 5}, r"p\.items: expected a JSON schema"),

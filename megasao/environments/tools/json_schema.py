@@ -42,6 +42,9 @@ def check_schema(schema: Any, where: str) -> None:
                 f"{where}.{keyword}: not a keyword that is checked{nearest(keyword, list(_KEYWORDS))}; {known}"
             )
         _check_keyword(keyword, value, f"{where}.{keyword}")
+    for name in schema.get("required", ()):
+        if name not in schema.get("properties", {}) and schema.get("additionalProperties") is False:
+            raise ValueError(f"{where}.required: {name!r} is not among the properties, and no other is allowed")
 
 
 def _check_keyword(keyword: str, value: Any, where: str) -> None:
