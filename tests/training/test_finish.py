@@ -13,6 +13,7 @@ from megasao.training import loop
 from megasao.training.checkpoint import Progress
 from megasao.training.loop import Trainer
 from megasao.training.source import BatchSource
+from megasao.training.publishing import StreamPublishing
 from megasao.training.step import StepResult
 from megasao.transport.messages import Manifest, ManifestEntry, Status
 
@@ -74,8 +75,9 @@ def test_a_step_killed_in_its_checkpoint_has_its_line(monkeypatch: pytest.Monkey
     manifest = Manifest(1, [ManifestEntry("a", 5, 3, 0, 0, 1.0, False)], {})
     source = SimpleNamespace(next_manifest=lambda *_: manifest, load=lambda _: SimpleNamespace(tokens=5))
     lines: list[tuple[int, dict[str, Any]]] = []
-    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "client", "publishing"))
+    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "client"))
     parts |= {
+        "publishing": StreamPublishing(None),
         "source": source,
         "writer": SimpleNamespace(log=lambda *line: lines.append(line)),
         "topology": SimpleNamespace(rank=0),
