@@ -12,8 +12,8 @@ from megasao.config.training import CheckpointConfig
 from megasao.training import loop
 from megasao.training.checkpoint import Progress
 from megasao.training.loop import Trainer
-from megasao.training.source import BatchSource
 from megasao.training.publishing import StreamPublishing
+from megasao.training.source import BatchSource
 from megasao.training.step import StepResult
 from megasao.transport.messages import Manifest, ManifestEntry, Status
 
