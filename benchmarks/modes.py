@@ -60,7 +60,7 @@ def run_once(directory: Path, name: str, mode: str, steps: int) -> dict[str, flo
     return {
         "seconds": seconds,
         "trainer waits": sum(record["time/wait"] for record in steps_of) / seconds,
-        "slots empty": statistics.fmean(record["idle/rollout"] for record in steps_of),
+        "slots empty": statistics.fmean(idle for record in steps_of if (idle := record["idle/rollout"]) is not None),
         "lag": statistics.fmean(record["data/lag_mean"] for record in steps_of),
         "tokens": sum(record["data/response_tokens"] * record["data/trajectories"] for record in steps_of),
     }

@@ -258,7 +258,7 @@ def main() -> None:
                 "model": {"path": str(model)},
                 "actor": {"optimizer": {"lr": 1e-4}},
                 "critic": {"optimizer": {"lr": 1e-3}},
-                "loop": {"steps": 1},
+                "loop": {"steps": 100},
                 "rollout": {"engine": "sglang", "concurrency": given.concurrency},
             }
         )

@@ -66,3 +66,16 @@ def test_background_evaluation(tmp_path: Path) -> None:
     assert "beside evaluations / alone" in run("background_evaluation.py", *quick, "--json", str(report))
     found = json.loads(report.read_text())
     assert found["evaluation_episodes"] > 0 and min(found["alone"] + found["beside evaluations"]) > 0
+
+
+def test_controller(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert "131072 controller" in run("controller.py", "--megabytes=1", "--json", str(report))
+    assert json.loads(report.read_text())["1024"]["trajectories"] > 2
+
+
+@pytest.mark.full
+def test_modes(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    run("modes.py", "--steps=7", "--repeats=1", "--json", str(report))
+    assert json.loads(report.read_text())["sync"][0]["lag"] == 0
