@@ -16,6 +16,14 @@ from typing import Any, Literal
 Split = Literal["train", "eval"]
 
 
+def check_place(split: str, index: int) -> None:
+    """ValueError where there is no prompt: below 0, or in an unknown split."""
+    if index < 0:
+        raise ValueError(f"prompt index: expected 0 or more, got {index}")
+    if split not in ("train", "eval"):
+        raise ValueError(f"split: expected 'train' or 'eval', got {split!r}")
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One problem. ``payload`` is what the environment needs to run it (plain data).

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megasao.environments import arithmetic
-from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult
+from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult, check_place
 from megasao.environments.calculator_demonstrator import Habits, demonstrate
 from megasao.environments.options import read_options
 from megasao.environments.splits import split_of, text_hash
@@ -116,10 +116,7 @@ class CalculatorEnvironment(Environment):
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """The problem with this index; ValueError below 0 or for an unknown split."""
-        if index < 0:
-            raise ValueError(f"prompt index: expected 0 or more, got {index}")
-        if split not in ("train", "eval"):
-            raise ValueError(f"split: expected 'train' or 'eval', got {split!r}")
+        check_place(split, index)
         operations, expression = self._problem(split, split, index)
         text = arithmetic.render(expression)
         answer = arithmetic.reductions(expression)[-1][-1]

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult
+from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult, check_place
 from megasao.environments.options import read_options
 from megasao.environments.splits import split_of, text_hash
 
@@ -110,10 +110,7 @@ class ChainEnvironment(Environment):
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """The problem with this index; ValueError below 0 or for an unknown split."""
-        if index < 0:
-            raise ValueError(f"prompt index: expected 0 or more, got {index}")
-        if split not in ("train", "eval"):
-            raise ValueError(f"split: expected 'train' or 'eval', got {split!r}")
+        check_place(split, index)
         chain = self._chain(split, split, index)
         return Prompt(
             prompt_id=f"chain/{split}/{index}",

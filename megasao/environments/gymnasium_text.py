@@ -21,6 +21,7 @@ from megasao.environments.base import (
     Prompt,
     Split,
     StepResult,
+    check_place,
 )
 from megasao.environments.options import read_options
 from megasao.environments.splits import text_hash
@@ -122,10 +123,7 @@ class GymnasiumEnvironment(Environment):
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """What is seen after a reset, and which actions there are; ValueError below 0 or for an unknown split."""
-        if index < 0:
-            raise ValueError(f"prompt index: expected 0 or more, got {index}")
-        if split not in ("train", "eval"):
-            raise ValueError(f"split: expected 'train' or 'eval', got {split!r}")
+        check_place(split, index)
         seed = 2 * (text_hash("gymnasium", self.options.seed, split, index) >> 34) + (split == "eval")
         running = self.make()
         try:

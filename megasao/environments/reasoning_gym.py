@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megasao.environments.answers import RULES, find_answer
-from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult
+from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult, check_place
 from megasao.environments.mathematics import write_answer
 from megasao.environments.options import nearest, read_options
 from megasao.environments.sandbox import bubblewrap
@@ -123,10 +123,7 @@ class ReasoningGymEnvironment(Environment):
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """The problem with this index; ValueError below 0 or for an unknown split."""
-        if index < 0:
-            raise ValueError(f"prompt index: expected 0 or more, got {index}")
-        if split not in ("train", "eval"):
-            raise ValueError(f"split: expected 'train' or 'eval', got {split!r}")
+        check_place(split, index)
         dataset, seed, entry = self._entry(split, split, index)
         text = self.options.template.replace("{problem}", entry["question"])
         return Prompt(
