@@ -57,11 +57,16 @@ class Overdue(msgspec.Struct, tag=True, frozen=True):
 Shared = FromCritic | Silent | Overdue
 
 
-def connect(address: str, *, high_water_mark: int, keys: CurveKeys | None) -> RequestClient:
+class CriticClient(RequestClient):
+    """The actor's side of the protocol with a separate critic."""
+
+    peer = "the critic"
+    replies = FromCritic
+
+
+def connect(address: str, *, high_water_mark: int, keys: CurveKeys | None) -> CriticClient:
     """Rank 0's connection; it does not wait for the critic."""
-    return RequestClient(
-        address, peer="the critic", replies=FromCritic, identity="actor", high_water_mark=high_water_mark, keys=keys
-    )
+    return CriticClient(address, identity="actor", high_water_mark=high_water_mark, keys=keys)
 
 
 @dataclass

@@ -9,7 +9,7 @@ Invariants:
 import os
 import time
 import uuid
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 import zmq
@@ -25,24 +25,23 @@ RESEND_S = 2.0
 class RequestClient:
     """Blocking client. Not for use from two threads at once. Requests are idempotent, hence may be sent again.
 
-    ``peer`` names the other side in errors, ``replies`` is the union of what it may say. ``identity`` is a prefix:
-    every connection has a name of its own.
+    Of a protocol, ``peer`` names the other side in errors, and ``replies`` is the union of what it may say.
+    ``identity`` is a prefix: every connection has a name of its own.
     """
+
+    peer: ClassVar[str]
+    replies: ClassVar[Any]
 
     def __init__(
         self,
         address: str,
         *,
-        peer: str,
-        replies: Any,
         high_water_mark: int = 64,
         keys: CurveKeys | None = None,
         identity: str = "trainer",
         resend_s: float = RESEND_S,
     ) -> None:
         self.address = address
-        self._peer = peer
-        self._replies = replies
         self._name = identity
         self._high_water_mark = high_water_mark
         self._keys = keys
@@ -65,9 +64,9 @@ class RequestClient:
             if reply is None:
                 self._reconnect()
                 continue
-            return decode(reply, self._replies)
+            return decode(reply, self.replies)
         raise TimeoutError(
-            f"{self._peer} at {self.address} did not answer {type(message).__name__} within {timeout_s:g} s "
+            f"{self.peer} at {self.address} did not answer {type(message).__name__} within {timeout_s:g} s "
             f"({attempts} attempts); is it running?"
         )
 
@@ -107,23 +106,7 @@ class RequestClient:
 
 
 class ControllerClient(RequestClient):
-    """The trainer's side of the controller protocol: replies are of ``ToTrainer``."""
+    """The trainer's side of the controller protocol."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        high_water_mark: int = 64,
-        keys: CurveKeys | None = None,
-        identity: str = "trainer",
-        resend_s: float = RESEND_S,
-    ) -> None:
-        super().__init__(
-            address,
-            peer="the controller",
-            replies=ToTrainer,
-            high_water_mark=high_water_mark,
-            keys=keys,
-            identity=identity,
-            resend_s=resend_s,
-        )
+    peer = "the controller"
+    replies = ToTrainer
