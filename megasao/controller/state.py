@@ -8,6 +8,7 @@ Invariants:
 - a lease reserves room for its whole group, so that a group that was begun can always be completed.
 """
 
+import heapq
 import time as wall
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -284,18 +285,19 @@ class ControllerState:
         training: bool,
         next_lease: Callable[[bytes], Lease | None],
     ) -> None:
-        """One lease after another to each worker in turn, until there is none or no room."""
-        rooms = {peer: self._room(peer, training=training) for peer in self.workers.peers}
+        """One lease after another, each to the worker with the most room, until there is none or no room."""
+        free = [(peer, self._room(peer, training=training)) for peer in self.workers.peers]
+        rooms = [(-room, order, peer) for order, (peer, room) in enumerate(free) if room]
+        heapq.heapify(rooms)
         while rooms:
-            for peer in [peer for peer, free in rooms.items() if free == 0]:
-                del rooms[peer]
-            for peer in rooms:
-                lease = next_lease(peer)
-                if lease is None:
-                    return
-                rooms[peer] -= 1
-                self._give(lease, peer, now)
-                granted.setdefault(peer, []).append(lease)
+            taken, order, peer = heapq.heappop(rooms)
+            lease = next_lease(peer)
+            if lease is None:
+                return
+            self._give(lease, peer, now)
+            granted.setdefault(peer, []).append(lease)
+            if taken + 1 < 0:
+                heapq.heappush(rooms, (taken + 1, order, peer))
 
     def training_room(self) -> int:
         """How many more training leases may be given now: what begun groups still lack, and whole new groups."""

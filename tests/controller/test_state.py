@@ -86,6 +86,18 @@ def test_leases_are_spread_and_never_exceed_credit_or_concurrency():
     assert {peer: len(leases) for peer, leases in state.grant(0.0).items()} == {A: 1}
 
 
+def test_a_single_place_goes_to_the_worker_with_the_most_room():
+    """Under load places come one at a time: whoever is first in a list must not get them all."""
+    state = ready(make_config(buffer={"max_trajectories": 12}, loop={"max_lag": 9}), peers=(A, B))
+    held = state.grant(0.0)
+    assert {peer: len(leases) for peer, leases in held.items()} == {A: 6, B: 6}
+    for lease in held[B][:4]:
+        state.failed(lease.lease_id, "engine_error")
+        state.credit(A, 10, 0, 1.0)
+        state.credit(B, 11, 0, 1.0)
+        assert {peer: len(leases) for peer, leases in state.grant(1.0).items()} == {B: 1}
+
+
 def test_no_more_is_leased_than_the_run_still_needs():
     state = ready(
         make_config(
