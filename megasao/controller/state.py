@@ -5,7 +5,9 @@ Invariants:
 - before the trainer's first batch request no training lease is given;
 - sync mode: training leases exist only for a step that the trainer waits for, exactly as many as it still needs;
 - a trajectory is accepted once per rollout, whoever sends it and however late;
-- a lease reserves room for its whole group, so that a group that was begun can always be completed.
+- a lease reserves room for its whole group, so that a group that was begun can always be completed;
+- each training lease, counted in ``leased``, ends in one of the counters ``accepted/`` (without ``late`` ones, whose lease
+  had ended before), ``failures/``, ``returned/`` and ``superseded`` (by a late one), or is still out.
 """
 
 import heapq
@@ -103,6 +105,7 @@ class ControllerState:
                     self.evaluations.start(record, now)  # a benchmark that the run no longer has is let go
                 case Failed(reason=reason):
                     self.count(f"failures/{reason}")
+                    self.count("leased")
                 case GaveUp():
                     self.count("given_up")
                 case Batch(trajectory_ids=names) | Dropped(trajectory_ids=names):
@@ -196,6 +199,7 @@ class ControllerState:
 
     def accept(self, summary: Summary) -> None:
         """The trajectory was screened, and is in the journal (durable before it is acknowledged)."""
+        self._count_end(summary.trajectory_id)
         self._settle(summary.trajectory_id)
         self.batches.add(summary)
         self.admission.saw(summary.nbytes)
@@ -439,6 +443,7 @@ class ControllerState:
         self.leases.put(Held(lease.lease_id, key, peer, expires, lease.min_version, lease.prompt_id))
         worker = self.workers.get(peer)
         assert isinstance(worker, Worker)
+        self.count("leased", key.is_training)
         worker.free -= key.is_training
         worker.evaluation_free -= not key.is_training
 
@@ -456,6 +461,7 @@ class ControllerState:
         if adopted:
             expires = now + self.config.buffer.lease_timeout_s
             self.leases.put(Held(lease_id, key, peer, expires, granted_version(lease_id)))
+            self.count("leased", key.is_training)
         return adopted
 
     def _prompt_id(self, lease_id: str, key: Key) -> str:
@@ -463,6 +469,14 @@ class ControllerState:
         if held is not None and held.prompt_id is not None:
             return held.prompt_id
         return self._lessor.prompt(key).prompt_id
+
+    def _count_end(self, trajectory_id: str) -> None:
+        """A trajectory ends its lease; a late one, whose lease has ended, ends that of a new attempt if there is one."""
+        key = parse_lease_id(trajectory_id)
+        held = self.leases.of_key(key) if key is not None else None
+        late = held is None or held.lease_id != trajectory_id
+        self.count("late", late)
+        self.count("superseded", late and held is not None)
 
     def _settle(self, trajectory_id: str) -> None:
         key = parse_lease_id(trajectory_id)
@@ -506,6 +520,7 @@ class ControllerState:
                 if held is not None:
                     self._recalled.setdefault(held.peer, []).append(held.lease_id)
                     self.leases.settle(held.key)
+                    self.count("returned/incomplete_group")
 
 
 def _entry(summary: Summary) -> ManifestEntry:

@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -106,6 +107,12 @@ def deliver(state: ControllerState, lease: Lease, version: int = 0, newest: int 
 def granted(state: ControllerState, now: float) -> list[Lease]:
     """New leases of all workers."""
     return [lease for leases in state.grant(now).values() for lease in leases]
+
+
+def ended_leases(counters: Mapping[str, float]) -> float:
+    """How many training leases have ended, by the controller's counters."""
+    ends = sum(number for name, number in counters.items() if name.startswith(("accepted/", "failures/", "returned/")))
+    return ends - counters.get("late", 0) + counters.get("superseded", 0)
 
 
 def result_of(lease: Lease, seq: int, reward: float = 1.0, version: int = 0) -> EvaluationResult:

@@ -6,7 +6,7 @@ Hypothesis plays the world: how long episodes take, when the trainer asks, when 
 from collections import Counter
 
 import pytest
-from controller_support import deliver, granted, make_config, make_state
+from controller_support import deliver, ended_leases, granted, make_config, make_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -119,6 +119,8 @@ class World:
         assert all(count == 1 for count in prompts.values())
         written = [name for record in self.records if isinstance(record, Batch) for name in record.trajectory_ids]
         assert written == self.handed_out
+        counters = self.state.counters
+        assert counters.get("leased", 0) == ended_leases(counters) + self.state.leases.training
 
 
 class UntaggedWorld(World):
@@ -201,6 +203,13 @@ def test_a_steady_run_trains_and_drops():
     assert world.violations == []
     assert len(world.handed_out) > 30 and len(world.dropped) > 5
     world.check_conservation()
+
+
+def test_negative_control_a_lease_that_vanishes_is_caught():
+    world = World(max_lag=2).play(steady())
+    world.state.leases.release(world.state.leases.all()[0].lease_id)
+    with pytest.raises(AssertionError):
+        world.check_conservation()
 
 
 def _from_newest(self, version):

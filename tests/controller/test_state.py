@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from controller_support import deliver, granted, make_config, make_state, result_of, trajectory
+from controller_support import deliver, ended_leases, granted, make_config, make_state, result_of, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -549,6 +549,7 @@ def test_after_a_restart_workers_keep_the_leases_that_they_are_at_work_on():
     assert again.leases.training == 1
     assert again.hello(B, "b", [training[1].lease_id], 0.0) == [], "another worker may say that it has it now"
     assert deliver(again, training[1]) is None
+    assert again.counters["leased"] == ended_leases(again.counters) == 1, "an adopted one counts where it ends"
     # The evaluation begins again; what a worker has of it counts.
     again.request_batch(0, 0, 0.0)
     again.credit(A, 16, 0, 0.0, 16)
