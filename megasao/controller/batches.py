@@ -40,6 +40,7 @@ class BatchBook:
         """Most trajectories of a batch that may begin with older weights."""
         self._died: list[str] = []
         self._keep_checkpoints = keep_checkpoints
+        self._next_step = 0
         self._batches: dict[int, Batch] = {}
         self._summaries: dict[str, Summary] = {}
         self._consumed_at: dict[str, int] = {}
@@ -48,7 +49,7 @@ class BatchBook:
     @property
     def next_step(self) -> int:
         """The first step that was not assembled yet."""
-        return max(self._batches, default=-1) + 1
+        return self._next_step
 
     @property
     def horizon(self) -> int:
@@ -92,6 +93,8 @@ class BatchBook:
         """
         if step in self._batches:
             return self._replay(self._batches[step], version)
+        if step < self.next_step:
+            raise self._deleted(step)
         if step != self.next_step:
             raise ValueError(
                 f"step {step} was asked for, but the last batch in the ledger is of step {self.next_step - 1}: "
@@ -152,16 +155,23 @@ class BatchBook:
         return self._consumed_at.get(trajectory_id, self.horizon) < self.horizon
 
     def forget(self, trajectory_ids: list[str]) -> None:
-        """Their payload is gone."""
+        """Their payload is gone, and with it what this book knows of them: it does not grow with the run."""
         for name in trajectory_ids:
             self._summaries.pop(name, None)
+            self._consumed_at.pop(name, None)
+        for step, batch in list(self._batches.items()):
+            if step < self.horizon and not any(name in self._summaries for name in batch.trajectory_ids):
+                del self._batches[step]
+
+    def _deleted(self, step: int) -> ValueError:
+        return ValueError(
+            f"the trajectories of step {step} were deleted after the checkpoint of step {self.horizon}; "
+            "resume from a newer checkpoint"
+        )
 
     def _replay(self, batch: Batch, version: int) -> list[Summary]:
         if any(name not in self._summaries for name in batch.trajectory_ids):
-            raise ValueError(
-                f"the trajectories of step {batch.step} were deleted after the checkpoint of step {self.horizon}; "
-                "resume from a newer checkpoint"
-            )
+            raise self._deleted(batch.step)
         summaries = [self._summaries[name] for name in batch.trajectory_ids]
         lag = max(summary.lag(version) for summary in summaries)
         if version != batch.version and lag > self.max_lag:
@@ -173,6 +183,7 @@ class BatchBook:
 
     def _take_batch(self, batch: Batch) -> None:
         self._batches[batch.step] = batch
+        self._next_step = max(self._next_step, batch.step + 1)
         for name in batch.trajectory_ids:
             self._consumed_at[name] = batch.step
 

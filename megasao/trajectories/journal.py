@@ -19,6 +19,8 @@ from megasao.trajectories.columns import SCHEMA
 from megasao.trajectories.ipc import READ_ERRORS, check_buffers
 
 SEGMENT_BYTES = 64 * 2**20
+SEGMENT_ROWS = 4096
+"""The index of what an open segment holds is in memory; so many rows, however small, are the most of it."""
 _CHECKSUM = b"crc32"
 _WRITE_BUFFER = 2**20
 _MARKER = b"\xff\xff\xff\xff"
@@ -37,13 +39,16 @@ class Location:
 
 
 class Journal:
-    """Appends batches, in segments of about ``segment_bytes``. One process at a time writes a journal."""
+    """Appends batches, in segments of about ``segment_bytes`` or ``segment_rows``; only one process writes a journal."""
 
-    def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES, segment_rows: int = SEGMENT_ROWS
+    ) -> None:
         self.directory = directory
         self.discarded_bytes = 0
         """Bytes of a torn tail that recovery cut off: rows that were never acknowledged."""
-        self._segment_bytes = segment_bytes
+        self._segment_bytes, self._segment_rows = segment_bytes, segment_rows
+        self._rows = 0
         self._current = 0
         self._file: Any = None
         self._writer: Any = None
@@ -71,6 +76,7 @@ class Journal:
         # The stream writer puts the schema in front of the first batch only when it writes that batch.
         location = Location(self._current, self._file.tell())
         self._writer.write_batch(batch, custom_metadata={_CHECKSUM: _checksum(batch)})
+        self._rows += batch.num_rows
         return location
 
     def sync(self) -> None:
@@ -79,7 +85,7 @@ class Journal:
             return
         self._file.flush()
         os.fsync(self._file.fileno())
-        if self._file.tell() >= self._segment_bytes:
+        if self._file.tell() >= self._segment_bytes or self._rows >= self._segment_rows:
             self.close()
 
     def delete(self, segment: int) -> None:
@@ -100,6 +106,7 @@ class Journal:
             os.fsync(self._file.fileno())
             self._file.close()
             self._file = self._writer = None
+            self._rows = 0
 
     def _open_segment(self) -> None:
         self._current = max([self._current, *self.segments()]) + 1

@@ -330,6 +330,8 @@ def test_segments_that_no_checkpoint_needs_are_deleted(run):
         assert isinstance(ask(client, FetchRequest(ids(manifests[0]))), Refused)
         again = ask(client, BatchRequest(0, 0))
         assert isinstance(again, Refused) and "resume from a newer checkpoint" in again.reason
+        book = server.state.batches
+        assert list(book._batches) == [1, 2] and book._consumed_at.keys().isdisjoint(ids(manifests[0])), "memory grows"
         assert batch(client, 1, 0).entries == manifests[1].entries
     server.stop()
     thread.join(PATIENCE_S)

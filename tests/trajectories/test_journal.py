@@ -38,6 +38,13 @@ def test_rows_come_back_in_order_across_restarts_and_segments(tmp_path):
     assert len(Journal(tmp_path).segments()) == 4
 
 
+def test_a_segment_holds_no_more_rows_than_it_may(tmp_path):
+    """Small rows would else fill an index in memory for hours before their segment could be deleted."""
+    write(tmp_path, ["a", "b", "c", "d", "e"], segment_rows=4).close()
+    assert len(Journal(tmp_path).segments()) == 3
+    assert len(names_on_disk(tmp_path)) == 10
+
+
 def test_segments_are_plain_arrow_streams(tmp_path):
     write(tmp_path, ["a", "b"]).close()
     with pa.ipc.open_stream(str(tmp_path / "segment-000001.arrow")) as reader:
