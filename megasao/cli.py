@@ -5,6 +5,7 @@ Modules that import torch are imported inside the commands that need them, so th
 
 import os
 import shlex
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -314,10 +315,21 @@ def rollout(
 
 @app.command()
 def engine(
-    run: RunPath, index: Annotated[int, typer.Option(min=0, help="Which of the run's SGLang servers.")] = 0
+    run: RunPath,
+    index: Annotated[int, typer.Option(min=0, help="Which of the run's SGLang servers.")] = 0,
+    add: Annotated[
+        int | None, typer.Option(min=0, metavar="WORKER", help="One more server, of this rollout worker, here.")
+    ] = None,
+    remove: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Drain this server (engine-0-1) and let it end.")
+    ] = None,
 ) -> None:
-    """Role: one SGLang server (started by the launcher)."""
+    """Role: one SGLang server (started by the launcher). With --add or --remove: change the servers of a run that goes
+    on; an added one runs in this process, until it is removed or ended."""
     directory, config = _begin_role(run)
+    if add is not None or remove is not None:
+        _change_servers(directory, config, add, remove)
+        return
     from megasao.config.rundir import all_engine_names
 
     names = all_engine_names(config)
@@ -326,6 +338,27 @@ def engine(
     from megasao.rollout.server import run as run_server
 
     run_server(directory, config, names[index])
+
+
+def _change_servers(run: "RunDirectory", config: "Config", add: int | None, remove: str | None) -> None:
+    from megasao.rollout import registration
+
+    try:
+        if remove is not None:
+            registration.remove(run, config, remove)
+        if add is None:
+            return
+        name = registration.add(run, config, add)
+    except (ValueError, TimeoutError) as error:
+        raise UserError(str(error)) from error
+    from megasao.rollout.server import run as run_server
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))  # its server must not outlive it
+    typer.echo(f"{name} starts")
+    try:
+        run_server(run, config, name, added=True)
+    finally:
+        run.change_engines(lambda engines: registration.without(engines, name))
 
 
 @app.command()

@@ -1,9 +1,11 @@
 """Where a run keeps its files, and how its processes find each other."""
 
+import fcntl
 import json
 import os
 import zlib
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megasao.config.root import Config
@@ -51,6 +53,13 @@ class Endpoints:
     """``host:port`` where the processes of a server of several nodes meet, by its name."""
     followers: dict[str, list[str]] = field(default_factory=dict)
     """Base addresses of such a server's further nodes, in order: they tell its health and nothing else."""
+
+
+def training_servers(endpoints: Endpoints, worker: int) -> list[str]:
+    """Roles of the SGLang servers that a worker trains with: those that the run began with, and what was added or
+    removed since."""
+    prefix = f"engine-{worker}-"
+    return [name for name in endpoints.engines if name.startswith(prefix) and name.removeprefix(prefix).isdigit()]
 
 
 @dataclass(frozen=True)
@@ -171,6 +180,13 @@ class RunDirectory:
     def read_endpoints(self) -> Endpoints:
         """The recorded addresses; FileNotFoundError if the run was never launched."""
         return Endpoints(**json.loads((self.path / "endpoints.json").read_text(encoding="utf-8")))
+
+    def change_engines(self, change: Callable[[dict[str, str]], dict[str, str]]) -> None:
+        """Record other SGLang servers, made by ``change`` of those that are recorded; one process at a time does so."""
+        with (self.path / "endpoints.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            endpoints = self.read_endpoints()
+            self.write_endpoints(replace(endpoints, engines=change(dict(endpoints.engines))))
 
     def controller_address(self) -> str | None:
         """The controller's recorded address; None if the run was never launched."""

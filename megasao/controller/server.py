@@ -22,6 +22,7 @@ from megasao.config.lifesign import LifeSign
 from megasao.config.rundir import RunDirectory
 from megasao.controller.intake import Intake
 from megasao.controller.recovery import Opened
+from megasao.controller.servers import ServerBook
 from megasao.controller.state import ControllerState
 from megasao.environments.base import Environment
 from megasao.environments.benchmarks.background import BackgroundBenchmark
@@ -42,6 +43,7 @@ from megasao.transport.messages import (
     Fetched,
     FetchRequest,
     FinishRequest,
+    FromServer,
     FromTrainer,
     FromWorker,
     Heartbeat,
@@ -49,6 +51,9 @@ from megasao.transport.messages import (
     Leases,
     Manifest,
     Refused,
+    RemoveServer,
+    ServerUp,
+    ServerWanted,
     State,
     StateRequest,
     Status,
@@ -69,7 +74,7 @@ HOLD_S = 0.25
 FINISH_GRACE_S = 1.0
 METRICS_EVERY_S = 1.0
 
-Incoming = FromWorker | FromTrainer
+Incoming = FromWorker | FromTrainer | FromServer
 
 
 class TakenOver(RuntimeError):
@@ -95,6 +100,7 @@ class ControllerServer:
         self._address = address
         self._config = config
         self._opened = opened
+        self._servers = ServerBook(config.transport.dead_after_s)
         self._intake = Intake(self.state, opened.journal, opened.store)
         self._queues: dict[bytes, deque[list[Any]]] = {}
         self._batch_requests: dict[bytes, tuple[BatchRequest, float]] = {}
@@ -156,7 +162,9 @@ class ControllerServer:
             self._answer(identity, Refused(str(error)))
             return
         self.state.workers.heard(identity, now)
-        if isinstance(message, FromTrainer) and not isinstance(message, Hello):
+        if isinstance(message, FromServer):
+            self._from_server(identity, message, now)
+        elif isinstance(message, FromTrainer) and not isinstance(message, Hello):
             self._from_trainer(identity, message, now)
         else:
             self._from_worker(identity, message, payload, now)
@@ -167,7 +175,7 @@ class ControllerServer:
         match message:
             case Hello(role="rollout"):
                 unknown = self.state.hello(peer, message.peer, message.active_leases, now)
-                self._answer(peer, self._welcome(unknown))
+                self._answer(peer, self._welcome(unknown, peer, now))
             case Hello():
                 self._answer(peer, self._welcome([]))
             case Credit():
@@ -175,7 +183,9 @@ class ControllerServer:
                     self._answer(peer, Refused(SAY_HELLO))
             case Heartbeat():
                 self.state.workers.reported(peer, message.stats, now)
-                self._answer(peer, self._welcome([]) if peer in self.state.workers else Refused(SAY_HELLO))
+                self._servers.uses(peer.decode(errors="replace"), message.servers)
+                known = peer in self.state.workers
+                self._answer(peer, self._welcome([], peer, now) if known else Refused(SAY_HELLO))
             case Trajectories():
                 refused = self._intake.take(message, payload)
                 self._answer(peer, Ack(message.seq, refused))
@@ -186,6 +196,18 @@ class ControllerServer:
                 logger.info("lease %s failed: %s (%s)", message.lease_id, message.reason, message.detail[:500])
                 self.state.failed(message.lease_id, message.reason)
                 self._answer(peer, Ack(message.seq))
+
+    def _from_server(self, peer: bytes, message: ServerUp | RemoveServer, now: float) -> None:
+        match message:
+            case ServerUp():
+                server = self._servers.up(message.name, message.worker, message.url, now, leaving=message.leaving)
+            case RemoveServer():
+                try:
+                    server = self._servers.remove(message.name, now)
+                except ValueError as error:
+                    self._answer(peer, Refused(str(error)))
+                    return
+        self._answer(peer, ServerWanted(not server.leaving, self._servers.is_used(server)))
 
     def _from_trainer(self, peer: bytes, message: Any, now: float) -> None:
         match message:
@@ -243,8 +265,10 @@ class ControllerServer:
             for peer, leases in self.state.grant(now).items():
                 self._answer(peer, Leases(leases))
 
-    def _welcome(self, unknown: list[str]) -> Welcome:
-        return Welcome(self._config.run.name, unknown, self._incarnation)
+    def _welcome(self, unknown: list[str], peer: bytes = b"", now: float = 0.0) -> Welcome:
+        worker = peer.decode(errors="replace")
+        servers, leaving = self._servers.of(worker, now), self._servers.leaving(worker)
+        return Welcome(self._config.run.name, unknown, self._incarnation, servers, leaving)
 
     # make durable, answer
 
@@ -289,7 +313,8 @@ class ControllerServer:
         if now >= self._metrics_due:
             self._refuse_to_share()
             self._metrics_due = now + METRICS_EVERY_S
-            self._metrics.log(self.state.batches.next_step, self.state.metrics())
+            counters = {**self.state.metrics(), "servers": self._servers.count(now)}
+            self._metrics.log(self.state.batches.next_step, counters)
 
     def _refuse_to_share(self) -> None:
         current = self._run.controller_address()

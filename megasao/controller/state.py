@@ -6,8 +6,8 @@ Invariants:
 - sync mode: training leases exist only for a step that the trainer waits for, exactly as many as it still needs;
 - a trajectory is accepted once per rollout, whoever sends it and however late;
 - a lease reserves room for its whole group, so that a group that was begun can always be completed;
-- each training lease, counted in ``leased``, ends in one of the counters ``accepted/`` (without ``late`` ones, whose lease
-  had ended before), ``failures/``, ``returned/`` and ``superseded`` (by a late one), or is still out.
+- each training lease, counted in ``leased``, ends in one of the counters ``accepted/`` (without ``late`` ones, whose
+  lease had ended before), ``failures/``, ``returned/`` and ``superseded`` (by a late one), or is still out.
 """
 
 import heapq
@@ -471,7 +471,7 @@ class ControllerState:
         return self._lessor.prompt(key).prompt_id
 
     def _count_end(self, trajectory_id: str) -> None:
-        """A trajectory ends its lease; a late one, whose lease has ended, ends that of a new attempt if there is one."""
+        """A trajectory ends its lease; a late one, whose lease has ended, ends that of a new attempt."""
         key = parse_lease_id(trajectory_id)
         held = self.leases.of_key(key) if key is not None else None
         late = held is None or held.lease_id != trajectory_id

@@ -3,6 +3,7 @@
 Invariants, asserted by the tests:
 - an episode's requests go to one server while that server is usable, so that its prefix cache is used again; episodes
   of a lost server spread over the others, and those of the others stay where they are;
+- a server that comes back, or is added, takes over episodes of one that holds far more than its share;
 - a request that loses its server goes on elsewhere from the tokens it has, with the versions they came from; with a
   seed the tokens are those that the lost server would have given under the same weights;
 - a server is used only with the committed weights: one that missed an update, or was restarted, gets them first;
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 OVERLOAD = 1.25
 """A new episode goes elsewhere if its server would hold this many times its share of the episodes."""
+FLIGHT = 1.5
+"""Between two turns an episode leaves a server that holds more than this many times its share, and loses its cache."""
 
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 10.0
@@ -77,9 +80,14 @@ class Fleet(Engine):
         return max((replica.engine.weight_version for replica in self._replicas.values()), default=0)
 
     @property
+    def urls(self) -> list[str]:
+        """Addresses of all servers, usable or not."""
+        return list(self._replicas)
+
+    @property
     def usable(self) -> list[str]:
         """Addresses of the servers that requests go to."""
-        return [replica.url for replica in self._replicas.values() if replica.usable and not replica.draining]
+        return [replica.url for replica in self._usable()]
 
     async def start(self) -> None:
         """Wait for every server. EngineError names one that does not come up in its time."""
@@ -135,16 +143,24 @@ class Fleet(Engine):
         if self._closed:
             raise EngineError("the fleet was closed")
         placed = self._placed.get(session_id)
-        if placed is None or not placed.usable or placed.draining:
+        if placed is None or not placed.usable or placed.draining or self._is_overloaded(placed):
             self._forget(session_id)
             placed = self._choose(session_id)
             placed.sessions.add(session_id)
             self._placed[session_id] = placed
         return placed
 
+    def _is_overloaded(self, placed: Replica) -> bool:
+        usable = self._usable()
+        share = sum(len(replica.sessions) for replica in usable) / len(usable)
+        return len(placed.sessions) > math.ceil(FLIGHT * share)
+
+    def _usable(self) -> list[Replica]:
+        return [replica for replica in self._replicas.values() if replica.usable and not replica.draining]
+
     def _choose(self, session_id: str) -> Replica:
         """The first usable server in the order of this episode, but one that holds too many."""
-        usable = [replica for replica in self._replicas.values() if replica.usable and not replica.draining]
+        usable = self._usable()
         share = (sum(len(replica.sessions) for replica in usable) + 1) / len(usable)
         order = sorted(usable, key=lambda replica: preference(session_id, replica.url), reverse=True)
         return next(replica for replica in order if len(replica.sessions) < math.ceil(OVERLOAD * share))
@@ -170,6 +186,8 @@ class Fleet(Engine):
     def _lose(self, replica: Replica, reason: str) -> None:
         """Use the server no more until it is back with the right weights."""
         replica.usable = False
+        if self._replicas.get(replica.url) is not replica:
+            return  # it was removed
         if replica.recovery is None or replica.recovery.done():
             logger.warning("%s is not used until it is back: %s", replica.url, reason)
             self._lost += 1

@@ -4,7 +4,8 @@ Invariants, asserted by the tests:
 - the server lives in this process's group, so that whoever ends the role ends the server;
 - the role shows a sign of life only when the server has generated a token: a hung one falls silent, and is restarted;
 - a server that dies ends the role with an error that says how;
-- whoever does not show the run's key gets nothing from the server but its health.
+- whoever does not show the run's key gets nothing from the server but its health;
+- one that the controller does not want any more ends without an error, once nobody uses it.
 """
 
 import json
@@ -21,13 +22,14 @@ from urllib.parse import urlsplit
 
 from megasao.config import Config
 from megasao.config.lifesign import LifeSign
-from megasao.config.rundir import Endpoints, RunDirectory
+from megasao.config.rundir import Endpoints, RunDirectory, all_engine_names
 from megasao.rollout.engines.sglang_arguments import (
     make_served_directory,
     server_arguments,
     server_command,
     server_environment,
 )
+from megasao.rollout.registration import Registration
 from megasao.transport.keys import load_server_key, server_key_path
 
 logger = logging.getLogger(__name__)
@@ -40,16 +42,24 @@ class ServerDied(RuntimeError):
     """The server ended though nobody asked it to, or did not come up in its time."""
 
 
-def run(run: RunDirectory, config: Config, name: str) -> None:
-    """Serve ``name`` until the process is ended. ServerDied, or ValueError for a server that the run does not have."""
-    part = own_part(run.read_endpoints(), name)
+def run(run: RunDirectory, config: Config, name: str, *, added: bool = False) -> None:
+    """Serve ``name`` until the process is ended, or the run does not want it any more; ``added``: it is none of the
+    launcher's. ServerDied, or ValueError for a server that the run does not have."""
+    endpoints = run.read_endpoints()
+    if name in all_engine_names(config) and name not in endpoints.engines:
+        logger.info("%s has left the run", name)
+        return
+    part = own_part(endpoints, name)
     lifesign = LifeSign(run.heartbeat(part.role))
+    registration = Registration(run, config, name, added=added) if part.role == name else None
     process = start(run, config, part)
     try:
         _until_ready(process, part.url, config.supervision.start_timeout_s, lifesign)
         logger.info("%s is ready at %s", part.role, part.url)
-        _watch(process, part.url, lifesign)
+        _watch(process, part.url, lifesign, registration)
     finally:
+        if registration is not None:
+            registration.close()
         process.kill()
         process.wait()
 
@@ -106,9 +116,9 @@ def _until_ready(process: "subprocess.Popen[bytes]", url: str, timeout_s: float,
     lifesign.beat()
 
 
-def _watch(process: "subprocess.Popen[bytes]", url: str, lifesign: LifeSign) -> None:
+def _watch(process: "subprocess.Popen[bytes]", url: str, lifesign: LifeSign, registration: Registration | None) -> None:
     next_check = time.monotonic() + CHECK_EVERY_S
-    while True:
+    while registration is None or not registration.is_over():
         _check_alive(process)
         if time.monotonic() >= next_check:
             if _healthy(url):

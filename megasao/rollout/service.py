@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megasao.config import Config
 from megasao.config.lifesign import LifeSign
@@ -38,6 +38,9 @@ from megasao.transport.messages import (
     Welcome,
 )
 
+if TYPE_CHECKING:
+    from megasao.rollout.members import FleetMembers
+
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.02
@@ -59,9 +62,11 @@ class RolloutService:
         weights: WeightSource,
         lifesign: LifeSign,
         benchmarks: Mapping[str, EpisodeRunner] | None = None,
+        members: "FleetMembers | None" = None,
     ) -> None:
         """``train`` plays on the engine that ``weights`` keeps up to date, ``evaluation`` and ``benchmarks`` (by name)
-        on an engine of their own."""
+        on an engine of their own. ``members``: of the training engine, if that is a fleet whose servers may change."""
+        self._members = members
         self._lifesign = lifesign
         self._config = config
         self._link = link
@@ -105,6 +110,8 @@ class RolloutService:
                 for lease_id in message.unknown_leases:
                     self._forget(lease_id)
                 self._link.welcomed(message.incarnation)
+                if self._members is not None:
+                    self._members.told(message.servers, message.leaving)
                 self._last_credit = None
             case Leases():
                 for lease in message.leases:
@@ -241,7 +248,7 @@ class RolloutService:
             return
         self._last_heartbeat = now
         self._last_credit = None
-        await self._link.send(Heartbeat(self.stats()))
+        await self._link.send(Heartbeat(self.stats(), self._members.urls if self._members is not None else []))
 
     def stats(self) -> dict[str, float]:
         """Totals of this process, and the gauges ``active``, ``unacknowledged`` and ``weight_version``."""

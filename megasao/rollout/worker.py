@@ -6,13 +6,14 @@ or of the service ends all of them, and the process with an error.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import zmq.asyncio
 
 from megasao.config import Config
 from megasao.config.lifesign import LifeSign
-from megasao.config.rundir import RunDirectory, engine_names
+from megasao.config.rundir import RunDirectory, engine_names, training_servers
 from megasao.environments.benchmarks.background import background_benchmarks, benchmark_limits
 from megasao.environments.encoding import TokenizerCodec
 from megasao.environments.registry import make_environment
@@ -24,6 +25,10 @@ from megasao.rollout.service import RolloutService
 from megasao.transport.endpoints import connect_dealer
 from megasao.transport.keys import CurveKeys, load_keys, load_server_key
 from megasao.weights.receiver import WeightReceiver
+
+if TYPE_CHECKING:
+    from megasao.rollout.engines.sglang import SGLangEngine
+    from megasao.rollout.members import FleetMembers
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +53,7 @@ def make_engines(run: RunDirectory, config: Config, index: int) -> tuple[Engine,
     """The training and the evaluation engine; each worker samples from a seed of its own."""
     seeds = [config.run.seed * 2**20 + 2 * index + role for role in (0, 1)]
     if config.rollout.engine == "sglang":
-        training, evaluation = engine_names(config, index)
+        training, evaluation = training_servers(run.read_endpoints(), index), engine_names(config, index)[1]
         return (
             sglang_engine(run, config, training, staging=f"rollout-{index}", seed=seeds[0]),
             sglang_engine(run, config, [evaluation], staging=evaluation, seed=seeds[1]),
@@ -60,27 +65,51 @@ def make_engines(run: RunDirectory, config: Config, index: int) -> tuple[Engine,
 
 def sglang_engine(run: RunDirectory, config: Config, names: Sequence[str], *, staging: str, seed: int) -> Engine:
     """The SGLang servers ``names`` as one engine; weights go through the run directory."""
-    from megasao.rollout.engines.sglang import SGLangEngine
     from megasao.rollout.fleet import Fleet
 
-    path, addresses, directory = run.policy_path(config), run.read_endpoints().engines, run.staging(staging).resolve()
-    key = load_server_key(run.keys)
-    engines = [
-        SGLangEngine(
-            addresses[name],
+    addresses, make = run.read_endpoints().engines, server_maker(run, config, staging=staging, seed=seed)
+    retries, patience = config.rollout.sglang.retries, config.supervision.start_timeout_s
+    return Fleet(
+        [make(addresses[name]) for name in names],
+        run.policy_path(config),
+        staging=run.staging(staging).resolve() / "fleet",
+        retries=retries,
+        patience_s=patience,
+    )
+
+
+def server_maker(run: RunDirectory, config: Config, *, staging: str, seed: int) -> "Callable[[str], SGLangEngine]":
+    """What makes the engine for a server's address."""
+    from megasao.rollout.engines.sglang import SGLangEngine
+
+    path, directory, key = run.policy_path(config), run.staging(staging).resolve(), load_server_key(run.keys)
+
+    def make(url: str) -> SGLangEngine:
+        return SGLangEngine(
+            url,
             path,
             config.rollout.sglang,
-            staging=directory / name,
+            staging=directory / url.rpartition(":")[2],
             max_total_tokens=config.environment.max_tokens,
             seed=seed,
             start_timeout_s=config.supervision.start_timeout_s,
             update_timeout_s=config.transport.weights_timeout_s,
             key=key,
         )
-        for name in names
-    ]
-    retries, patience = config.rollout.sglang.retries, config.supervision.start_timeout_s
-    return Fleet(engines, path, staging=directory / "fleet", retries=retries, patience_s=patience)
+
+    return make
+
+
+def fleet_members(run: RunDirectory, config: Config, index: int, training: Engine) -> "FleetMembers | None":
+    """What changes the servers of the training engine while the run goes on; None where it has none."""
+    if config.rollout.engine != "sglang":
+        return None
+    from megasao.rollout.fleet import Fleet
+    from megasao.rollout.members import FleetMembers
+
+    assert isinstance(training, Fleet)
+    seed = config.run.seed * 2**20 + 2 * index
+    return FleetMembers(training, server_maker(run, config, staging=f"rollout-{index}", seed=seed))
 
 
 async def _serve(
@@ -118,10 +147,14 @@ async def _serve(
         name: EpisodeRunner.build(benchmark.environment, evaluation, codec, benchmark_limits(config))
         for name, benchmark in background_benchmarks(config).items()
     }
-    service = RolloutService(config, link, train, evaluate, receiver, LifeSign(run.heartbeat(peer)), benchmarks)
+    members = fleet_members(run, config, index, training)
+    lifesign = LifeSign(run.heartbeat(peer))
+    service = RolloutService(config, link, train, evaluate, receiver, lifesign, benchmarks, members)
     try:
         await _together(service, receiver, config.supervision.start_timeout_s)
     finally:
+        if members is not None:
+            await members.close()
         socket.close()
         context.term()
         for one in (environment, *(runner.environment for runner in benchmarks.values())):

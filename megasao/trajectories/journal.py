@@ -39,7 +39,7 @@ class Location:
 
 
 class Journal:
-    """Appends batches, in segments of about ``segment_bytes`` or ``segment_rows``; only one process writes a journal."""
+    """Appends batches, in segments of about ``segment_bytes`` or ``segment_rows``. One process at a time does so."""
 
     def __init__(
         self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES, segment_rows: int = SEGMENT_ROWS

@@ -92,9 +92,13 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """Sign of life with counters of this worker (monotone totals, or gauges named so)."""
+    """Sign of life with counters of this worker (monotone totals, or gauges named so).
+
+    ``servers``: addresses of the SGLang servers that its rollouts use.
+    """
 
     stats: dict[str, float]
+    servers: list[str] = []
 
 
 # controller -> worker
@@ -105,12 +109,15 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
 
     ``incarnation`` differs after each start of the controller. A worker that sees it change (or is answered
     ``Refused`` with ``SAY_HELLO``) says ``Hello`` again, then ``Credit``, and resends what has not been acked.
-    A ``Welcome`` may also come unasked, to take leases back.
+    A ``Welcome`` may also come unasked, to take leases back. ``servers``: addresses of the SGLang servers that are up
+    for this worker; ``leaving``: those that it is to use no more.
     """
 
     run: str
     unknown_leases: list[str] = []
     incarnation: str = ""
+    servers: list[str] = []
+    leaving: list[str] = []
 
 
 class Leases(msgspec.Struct, tag=True, frozen=True):
@@ -137,6 +144,35 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     """The run is over: finish nothing, exit cleanly."""
 
     reason: str
+
+
+# SGLang server -> controller (strict request / reply)
+
+
+class ServerUp(msgspec.Struct, tag=True, frozen=True):
+    """The SGLang server ``name`` of rollout worker ``worker`` is up at ``url``; said again with every sign of life.
+
+    Answered by ``ServerWanted``.
+    """
+
+    name: str
+    worker: str
+    url: str
+    leaving: bool = False
+    """It was told that it is not wanted; a controller that was restarted hears it so."""
+
+
+class ServerWanted(msgspec.Struct, tag=True, frozen=True):
+    """``wanted``: whether the server is to stay; ``used``: whether its worker still sends requests to it."""
+
+    wanted: bool
+    used: bool
+
+
+class RemoveServer(msgspec.Struct, tag=True, frozen=True):
+    """Let go of a server: its worker drains it, and it ends. Answered by ``ServerWanted``, or ``Refused``."""
+
+    name: str
 
 
 # trainer -> controller (strict request / reply)
@@ -255,4 +291,6 @@ FromTrainer = (
     | CheckpointSaved
     | FinishRequest
 )
+FromServer = ServerUp | RemoveServer
 ToTrainer = Welcome | Manifest | Waiting | Fetched | State | Status | Refused
+ToServer = ServerWanted | Refused

@@ -231,6 +231,48 @@ def test_a_server_that_dies_during_an_update_leaves_it_to_the_others(world: Worl
     check(save_tensors(world.checkpoint, world.directory / "changed", tensors), result)
 
 
+def idle_fleet(make: Callable[[str], SGLangEngine], checkpoint: Path, directory: Path, count: int) -> Fleet:
+    """A fleet that was not started, for what it decides without asking a server."""
+    engines = [make(f"http://server-{index}") for index in range(count)]
+    fleet = Fleet(engines, checkpoint, staging=directory, retries=0, patience_s=1.0)
+    for replica in fleet._replicas.values():
+        replica.usable = True
+    return fleet
+
+
+def test_episodes_leave_a_server_that_holds_far_more_than_its_share(checkpoint: Path, tmp_path: Path) -> None:
+    """As when the others come back: at their next turns they go, until the rest is no more than 1.5 times its share."""
+
+    def make(url: str) -> SGLangEngine:
+        return SGLangEngine(
+            url,
+            checkpoint,
+            CONFIG,
+            staging=tmp_path / "weights",
+            max_total_tokens=MAX_TOTAL,
+            seed=1,
+            start_timeout_s=1.0,
+            update_timeout_s=1.0,
+        )
+
+    names = [f"episode-{index}" for index in range(120)]
+
+    async def body() -> tuple[list[str], list[str]]:
+        fleet = idle_fleet(make, checkpoint, tmp_path, 2)
+        other = list(fleet._replicas.values())[1]
+        other.usable = False
+        alone = [(await fleet._place(name)).url for name in names]
+        other.usable = True
+        first = [(await fleet._place(name)).url for name in names]
+        assert [(await fleet._place(name)).url for name in names] == first, "balanced enough: nobody moves again"
+        return alone, first
+
+    alone, after = asyncio.run(body())
+    assert set(alone) == {"http://server-0"}
+    assert after.count("http://server-0") == 90 and after.count("http://server-1") == 30
+    assert after[30:] == alone[30:], "the first that came by moved, and the others kept their cache"
+
+
 def test_a_server_that_goes_moves_only_its_own_episodes() -> None:
     urls, names = [f"http://server-{index}" for index in range(5)], [f"episode-{index}" for index in range(2000)]
     before = {name: max(urls, key=lambda url: preference(name, url)) for name in names}

@@ -135,6 +135,9 @@ class SGLangEngine(Engine):
                 self._spawn(self._abort_once(running.rid))
 
     async def _read(self, client: ServerClient, running: "_Running") -> None:
+        if self._config.pause == "none":  # a cache of older weights is there until the end of an update
+            async with self._updating:
+                pass
         async with aclosing(client.stream(self._body(running))) as pieces:
             async for piece in pieces:
                 self._take(running, piece)
@@ -240,10 +243,14 @@ class SGLangEngine(Engine):
             "model_path": str(weights.path),
             "load_format": "safetensors",
             "weight_version": weights.label,
-            "flush_cache": mode != "in_place",
+            "flush_cache": mode == "retract",
         }
         try:
             await client.call("/update_weights_from_disk", body, self._update_timeout_s)
+            if mode == "none":
+                # The last request may have been answered and not yet be gone, when a flush with the update would fail.
+                wait_s = self._update_timeout_s
+                await client.call(f"/flush_cache?timeout={wait_s:g}", {}, wait_s + CALL_TIMEOUT_S)
         finally:
             if mode != "none":
                 await asyncio.shield(client.call("/continue_generation", {}, CALL_TIMEOUT_S))
