@@ -30,7 +30,7 @@ from typing import Any
 from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult
 from megasao.environments.code_demonstrator import DONE, Habits, demonstrate
 from megasao.environments.code_tasks import SHIPPED, CodeTask, load_tasks
-from megasao.environments.code_tasks.variants import variant
+from megasao.environments.code_tasks.variants import other_names, variant
 from megasao.environments.options import read_options
 from megasao.environments.python_tool import INTERPRETER, require_interpreter
 from megasao.environments.sandbox.run import Sandbox, SandboxLimits
@@ -223,9 +223,9 @@ class CodeAgentEnvironment(Environment):
     def _variant(self, task: CodeTask, split: Split, stream: str, index: int) -> CodeTask:
         """The first variant of this stream and index whose names belong to ``split``."""
         for attempt in range(TRIES):
-            found = variant(task, text_hash("code-agent-variant", self.options.seed, stream, index, attempt))
-            if self.options.eval_tasks or split_of("code-agent-variant", " ".join([task.name, *found.names])) == split:
-                return found
+            names = other_names(task, text_hash("code-agent-variant", self.options.seed, stream, index, attempt))
+            if self.options.eval_tasks or split_of("code-agent-variant", " ".join([task.name, *names])) == split:
+                return variant(task, names)
         raise ValueError(f"environment.options.tasks: {task.name}: {TRIES} variants, and none for the {split} split")
 
     def prompt(self, split: Split, index: int) -> Prompt:

@@ -10,7 +10,7 @@ from megasao.config.rollout import EnvironmentConfig
 from megasao.environments.code_agent import CodeAgentEnvironment, CodeAgentEpisode, CodeAgentOptions, hidden_tests_pass
 from megasao.environments.code_demonstrator import edit
 from megasao.environments.code_tasks import SHIPPED, load_tasks
-from megasao.environments.code_tasks.variants import variant
+from megasao.environments.code_tasks.variants import other_names, variant
 from megasao.environments.python_tool import INTERPRETER
 from megasao.environments.registry import make_environment
 from megasao.environments.sandbox import bubblewrap
@@ -72,10 +72,14 @@ def test_there_are_twelve_tasks_in_two_splits():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_hidden_tests_fail_on_the_bug_and_pass_on_the_solution_under_any_names(name):
-    for task in (TASKS[name], variant(TASKS[name], 1)):
+    for task in (TASKS[name], renamed(TASKS[name], 1)):
         assert not passes(task, task.files)
         assert passes(task, task.files, task.solution)
     assert not passes(task, task.files, TASKS[name].solution)
+
+
+def renamed(task, seed):
+    return variant(task, other_names(task, seed))
 
 
 def code_words(task):
@@ -87,14 +91,14 @@ def code_words(task):
 def test_a_variant_differs_in_its_names_only(name):
     task = TASKS[name]
     for seed in range(20):
-        found = variant(task, seed)
-        renamed = dict(zip(task.names, found.names, strict=True))
-        assert found == variant(task, seed) and len(set(found.names)) == len(task.names)
+        found = renamed(task, seed)
+        other = dict(zip(task.names, found.names, strict=True))
+        assert found == renamed(task, seed) and len(set(found.names)) == len(task.names)
         assert not set(found.names) & set(code_words(task))
-        assert code_words(found) == [renamed.get(word, word) for word in code_words(task)]
-    assert len({variant(task, seed).names for seed in range(20)}) > 10
+        assert code_words(found) == [other.get(word, word) for word in code_words(task)]
+    assert len({other_names(task, seed) for seed in range(20)}) > 10
     with pytest.raises(ValueError, match="names: expected 1 to"):
-        variant(replace(task, names=()), 0)
+        other_names(replace(task, names=()), 0)
 
 
 def test_held_out_names_are_never_trained_on():

@@ -10,6 +10,7 @@ Invariant: a task is refused by file and key if it is not of this form.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from megasao.environments.sandbox.workspace import is_inside
 SHIPPED = Path(__file__).parent
 
 _KEYS = ("statement", "files", "tests", "solution")
-_NAME = re.compile(r"[A-Za-z_]\w*")
+WORD = re.compile(r"[A-Za-z_]\w*")
+"""A name in code."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,14 @@ class CodeTask:
     tests: Mapping[str, str]
     solution: Mapping[str, str]
     names: tuple[str, ...] = ()
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """Every word in the task's texts and file names."""
+        texts = [self.statement]
+        for files in (self.files, self.tests, self.solution):
+            texts += [*files, *files.values()]
+        return frozenset(word for text in texts for word in WORD.findall(text))
 
 
 def load_tasks(directory: Path) -> list[CodeTask]:
@@ -55,7 +65,7 @@ def _load(file: Path) -> CodeTask:
     for key in _KEYS[1:]:
         _check_files(found[key], f"{file}: {key}")
     names = found.get("names", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and WORD.fullmatch(name) for name in names):
         raise ValueError(f"{file}: names: expected a list of names in the code, got {names!r}")
     texts = {key: found[key] for key in _KEYS[1:]}
     return CodeTask(file.stem, found["statement"].strip(), **texts, names=tuple(names))
