@@ -4,6 +4,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3
 VENV := .venv
 # SGLang pins other versions of what we use, so it has an environment of its own, as on a cluster.
 SGLANG_VENV := .venv-sglang
+# So has OpenEnv, whose servers are only spoken to: 66 packages that nothing else here needs.
+OPENENV_VENV := .venv-openenv
 BIN := $(VENV)/bin
 # Where CUDA is absent a CPU build of torch is enough; pass e.g. TORCH="torch==2.13.0 --index-url ..." to choose one.
 TORCH ?= torch==2.13.0
@@ -12,7 +14,7 @@ SEED ?= 0
 RUN ?= laptop-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 DEMO_MODEL := build/laptop_model-$(SEED)
 
-.PHONY: setup setup-sglang sandbox slurm extras demo test test-full lint clean
+.PHONY: setup setup-sglang setup-openenv sandbox slurm extras demo demo-reasoning demo-code test test-full lint clean
 
 setup: $(VENV)/.ready
 
@@ -35,11 +37,28 @@ $(SGLANG_VENV)/.ready: tools/sglang-cpu.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7
 	touch $@
 
+setup-openenv: $(OPENENV_VENV)/.ready
+
+# openenv-core without its dependencies: a server needs these few of them, and neither gradio nor a client of OpenAI.
+$(OPENENV_VENV)/.ready:
+	$(PYTHON) -m venv $(OPENENV_VENV)
+	$(OPENENV_VENV)/bin/python -m pip install --quiet fastapi==0.165.0 fastmcp==4.2.3 uvicorn==0.54.0
+	$(OPENENV_VENV)/bin/python -m pip install --quiet --no-deps openenv-core==0.3.0
+	touch $@
+
 $(DEMO_MODEL)/config.json: | setup
 	$(BIN)/python tools/make_laptop_model.py $(DEMO_MODEL) --seed $(SEED)
 
 demo: setup $(DEMO_MODEL)/config.json
 	$(BIN)/megasao train configs/laptop.yaml model.path=$(DEMO_MODEL) run.name=$(RUN) run.seed=$(SEED) $(ARGS)
+
+# The same with other tasks: two of reasoning-gym, and small repositories to be mended in the sandbox.
+demo-reasoning: TASK = reasoning_gym
+demo-code: TASK = code_agent
+demo-reasoning demo-code: setup sandbox extras
+	$(BIN)/python tools/make_task_model.py configs/laptop_$(TASK).yaml model.path=build/$(TASK)_model-$(SEED) --seed $(SEED)
+	$(BIN)/megasao train configs/laptop_$(TASK).yaml model.path=build/$(TASK)_model-$(SEED) \
+		run.name=$(TASK)-$(SEED)-$(shell date +%Y%m%d-%H%M%S) run.seed=$(SEED) $(ARGS)
 
 # A real Slurm and shellcheck for the tests, where root on Debian can install them; else those tests are skipped and say so.
 slurm:
@@ -59,21 +78,27 @@ sandbox:
 		&& apt-get install -y -qq bubblewrap >/dev/null) || echo "note: bubblewrap is missing and was not installed"
 
 # Optional packages with tests; one of reasoning-gym's own dependencies needs a C compiler.
+# Of trl only the chat templates are read, as models ship them: it is not imported, and needs nothing that it depends on.
+TEMPLATES = trl==1.16.0
 EXTRAS = import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*extras["reasoning-gym"], *extras["gymnasium"])
 extras: setup
 	@$(BIN)/python -c '$(EXTRAS)' | xargs -n 1 $(BIN)/python -m pip install --quiet \
 		|| echo "note: reasoning-gym or gymnasium was not installed; its tests are skipped"
+	@$(BIN)/python -m pip install --quiet --no-deps $(TEMPLATES) \
+		|| echo "note: trl was not installed; no published chat templates are tested"
 
 # Where SGLang cannot be installed its tests are skipped, and say so; continuous integration (.ci/run) insists on it.
 test: lint sandbox extras
 	-$(MAKE) setup-sglang
+	-$(MAKE) setup-openenv
 	$(BIN)/python -m pytest
 
 # With the tests marked `full`: every layout, and others that take long.
 test-full: lint sandbox extras
 	-$(MAKE) setup-sglang
+	-$(MAKE) setup-openenv
 	$(BIN)/python -m pytest -m ""
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build runs
+	rm -rf $(VENV) $(SGLANG_VENV) $(OPENENV_VENV) build runs

@@ -1,9 +1,12 @@
 """Chat templates built as those of Qwen3, GLM-4.5, GLM-5 and Llama-3.1 are: their special tokens, what they do with
 thoughts and tools, in words of our own; and turns of a model as each of them writes them."""
 
+import importlib.util
 import json
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megasao.environments.tools.calls import ToolCall
 from megasao.environments.tools.formats import FORMATS
@@ -144,6 +147,7 @@ class Family:
     write: Callable[[str, str, Sequence[ToolCall]], str]
     variables: tuple[tuple[str, object], ...] = ()
     thinks: bool = True
+    speaks_and_calls: bool = True
     most_calls: int = 3
 
 
@@ -153,6 +157,10 @@ def _qwen3(opening: str) -> Callable[[str, str, Sequence[ToolCall]], str]:
         return f"{opening}{thought}\n</think>\n\n{said}" if thought else said
 
     return write
+
+
+def _without_thought(thought: str, content: str, calls: Sequence[ToolCall]) -> str:
+    return _qwen3("")("", content, calls)
 
 
 def _glm45(thought: str, content: str, calls: Sequence[ToolCall]) -> str:
@@ -218,7 +226,39 @@ LLAMA3 = Family(
     _llama3,
     (("bos_token", "<|begin_of_text|>"),),
     thinks=False,
+    speaks_and_calls=False,
     most_calls=1,
 )
 
+QWEN3_INSTRUCT = replace(QWEN3, write=_without_thought, thinks=False)
+
 FAMILIES = {"qwen3": QWEN3, "qwen3_thinking": QWEN3_THINKING, "glm45": GLM45, "glm5": GLM5, "llama3": LLAMA3}
+
+
+def published_templates() -> dict[str, str]:
+    """Published chat templates that are at hand: those which the package trl carries as the models ship them, and every
+    ``*.jinja`` in the directory that MEGASAO_CHAT_TEMPLATES names."""
+    found = importlib.util.find_spec("trl")  # its files only: nothing of it is imported
+    directories = (
+        [Path(place) / "chat_templates" for place in (found.submodule_search_locations or [])] if found else []
+    )
+    if named := os.environ.get("MEGASAO_CHAT_TEMPLATES"):
+        directories.append(Path(named))
+    return {
+        file.stem: file.read_text(encoding="utf-8") for place in directories for file in sorted(place.glob("*.jinja"))
+    }
+
+
+def family_of(template: str) -> Family | None:
+    """The family whose turns this published template writes; None for other models and other formats of calls."""
+    if "[gMASK]<sop>" in template and "<arg_key>" in template:
+        family = GLM45 if "'\\n<tool_call>'" in template else GLM5
+    elif "<|start_header_id|>" in template and "ipython" in template:
+        family = LLAMA3
+    elif "<|im_start|>" in template and '{"name": ' in template.replace("\\", "") and "<function=" not in template:
+        thinks = "reasoning_content" in template
+        opened = "assistant\\n<think>\\n' }}\n{%- endif" in template
+        family = (QWEN3_THINKING if opened else QWEN3) if thinks else QWEN3_INSTRUCT
+    else:
+        return None
+    return replace(family, template=template)

@@ -2,8 +2,9 @@
 
     python tools/make_task_model.py CONFIG [CHANGE ...] [--seed 0] [--hidden 128] [--layers 2] [--experts 8]
 
-A token is a tag, a word with the space before it, a digit, or any other character, as they occur in the first problems
-and demonstrations of the task. A problem with a word that did not occur is an error when it comes up, so draw enough.
+A token is a tag, a line break with the indentation after it, a word with the space before it, a digit, or any other
+character, as they occur in the first problems and demonstrations of the task. What did not occur there is written in
+characters; one that is not ASCII, and did not occur, is an error when it comes up.
 """
 
 import argparse
@@ -16,7 +17,8 @@ from megasao.environments.base import Environment
 from megasao.environments.registry import make_environment
 from megasao.studies.tiny_model import SPECIAL, write_model, write_tokenizer
 
-PIECES = r"<[^<>]*>| ?[A-Za-z]+| ?[0-9]|[\s\S]"
+PIECES = r"</?[a-z_]+>|\n *| ?[A-Za-z_]+| ?[0-9]|[\s\S]"
+ASCII = "\n" + "".join(map(chr, range(32, 127)))
 DRAWS = 3000
 ALIGNMENT = 8
 """The vocabulary's size is a multiple of this, so that it can be split over ranks."""
@@ -29,7 +31,13 @@ def vocabulary(environment: Environment) -> list[str]:
         texts += [environment.prompt(split, index).text for split in ("train", "eval")]
         texts += [turn.text for turn in environment.demonstration(index, 0)]
     found = dict.fromkeys(piece for text in texts for piece in re.findall(PIECES, text))
-    return [*SPECIAL, *found]
+    return [*SPECIAL, *found, *(character for character in ASCII if character not in found)]
+
+
+def pieces(tokens: Sequence[str]) -> str:
+    """The pattern that cuts text into the longest of these tokens, and what is in none of them into characters."""
+    longest_first = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+    return "|".join([*map(re.escape, longest_first), r"[\s\S]"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     tokens = vocabulary(make_environment(config.environment))
     tokens += [f"<reserved{number}>" for number in range(-len(tokens) % ALIGNMENT)]
-    write_tokenizer(out, tokens, PIECES)
+    write_tokenizer(out, tokens, pieces(tokens))
     write_model(
         out,
         seed=given.seed,

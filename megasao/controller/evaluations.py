@@ -8,7 +8,7 @@ Invariants:
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,7 @@ class Evaluation:
             "problems": self.problems,
             "solved": solved,
             "success": solved / counted if counted else None,
+            "success_by_task": success_by_task(results),
             "truncated": sum(result.truncated for result in results) / counted if counted else None,
             "response_tokens": sum(result.action_tokens for result in results) / counted if counted else None,
             "failures": len(self.failed),
@@ -140,6 +141,14 @@ class EvaluationBook:
             del self._open[evaluation.asked.evaluation_id]
             self._finished.add(evaluation.asked.evaluation_id)
         return [evaluation.line(now, time) for evaluation in done]
+
+
+def success_by_task(results: Iterable[EvaluationResult]) -> dict[str, float]:
+    """The share that is solved, of each task; in order of name."""
+    found: dict[str, list[bool]] = {}
+    for result in results:
+        found.setdefault(result.task, []).append(result.reward > SOLVED_ABOVE)
+    return {task: sum(solved) / len(solved) for task, solved in sorted(found.items())}
 
 
 def problem_with(result: EvaluationResult) -> str | None:

@@ -14,9 +14,12 @@ reward is 1 if all pass, else 0.
 Invariants:
 - nothing of the hidden tests is in the workspace while the model works, and files of their names are replaced;
 - a command that fails, is stopped, or an edit that does not apply is an observation; a failing sandbox is a failure;
-- work that is not handed in earns 0.
+- work that is not handed in earns 0;
+- with ``variants`` the names in a task are a function of (options, split, index), and those of held-out problems are
+  never trained on.
 """
 
+import random
 import re
 import secrets
 from collections.abc import Mapping
@@ -25,13 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult
+from megasao.environments.code_demonstrator import DONE, Habits, demonstrate
 from megasao.environments.code_tasks import SHIPPED, CodeTask, load_tasks
+from megasao.environments.code_tasks.variants import other_names, variant
 from megasao.environments.options import read_options
 from megasao.environments.python_tool import INTERPRETER, require_interpreter
 from megasao.environments.sandbox.run import Sandbox, SandboxLimits
 from megasao.environments.sandbox.shown import shown
 from megasao.environments.sandbox.workspace import is_inside, pack, unpack
-from megasao.environments.splits import text_hash
+from megasao.environments.splits import split_of, text_hash
 
 NOTE = """You mend a small Python repository, in the current directory. In each turn do one thing, in one block:
 
@@ -56,6 +61,9 @@ You will be shown the result. A turn without a block hands your work in.
 HELD_OUT = 4
 """Without tasks of their own for evaluation, one in this many is held out."""
 
+TRIES = 1000
+"""Draws of names until some must have come that belong to the split: there is one in eight on average."""
+
 _BLOCK = re.compile(r"```(bash|sh|write|replace)[ \t]*([^\n]*)\n(.*?)```", re.DOTALL)
 
 _RUNNER = "run_hidden_tests.py"
@@ -76,7 +84,13 @@ class CodeAgentOptions:
     tasks: str = ""
     """Directory of tasks (YAML); empty is the twelve that ship."""
     eval_tasks: str = ""
-    """Directory of held-out tasks; empty holds one in four of ``tasks`` out."""
+    """Directory of held-out tasks; empty holds one in four of ``tasks`` out, or with ``variants`` one in eight sets of
+    names of every task."""
+    variants: bool = False
+    """Each problem is a task with other names in its code (``names`` of the task), drawn by ``seed``."""
+    seed: int = 0
+    instructions: str = NOTE
+    """What the model is told before the statement."""
     chat: bool = True
     """Speak through the model's chat template; false: plain text."""
     stop: str = ""
@@ -88,6 +102,10 @@ class CodeAgentOptions:
     memory_mb: int = 512
     output: int = 4000
     """Characters of a command's output that the model is shown."""
+    gives_up: float = 0.0
+    """Share of demonstrations that hand in what they only looked at: a bad habit."""
+    remembers: float = 0.0
+    """Share of demonstrations that write the names of the original task, and not the variant's: another one."""
 
     def __post_init__(self) -> None:
         if self.sandbox not in ("bubblewrap", "none"):
@@ -95,6 +113,11 @@ class CodeAgentOptions:
         for name in ("time_s", "memory_mb", "output"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"environment.options.{name}: expected more than 0, got {getattr(self, name)}")
+        for name in ("gives_up", "remembers"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"environment.options.{name}: expected a share in [0, 1], got {getattr(self, name)}")
+        if self.remembers and not self.variants:
+            raise ValueError("environment.options.remembers: without variants a task has only its own names")
 
 
 class CodeAgentEpisode(Episode):
@@ -114,7 +137,7 @@ class CodeAgentEpisode(Episode):
         if kind in ("bash", "sh"):
             return await self._command(text)
         error = self._edit(kind, path.strip(), text)
-        return self._answer(error or "done", {"edits": 1.0, "edit_errors": float(error is not None)})
+        return self._answer(error or DONE, {"edits": 1.0, "edit_errors": float(error is not None)})
 
     async def _command(self, text: str) -> StepResult:
         outcome = await self._sandbox.run(["/bin/sh", "-c", text], self.workspace)
@@ -193,14 +216,24 @@ class CodeAgentEnvironment(Environment):
             raise ValueError(f"prompt index: expected 0 or more, got {index}")
         if split not in self._tasks:
             raise ValueError(f"split: expected 'train' or 'eval', got {split!r}")
-        return self._tasks[split][index % len(self._tasks[split])]
+        tasks = self._tasks[split]
+        chosen = tasks[index % len(tasks)]
+        return self._variant(chosen, split, split, index) if self.options.variants else chosen
+
+    def _variant(self, task: CodeTask, split: Split, stream: str, index: int) -> CodeTask:
+        """The first variant of this stream and index whose names belong to ``split``."""
+        for attempt in range(TRIES):
+            names = other_names(task, text_hash("code-agent-variant", self.options.seed, stream, index, attempt))
+            if self.options.eval_tasks or split_of("code-agent-variant", " ".join([task.name, *names])) == split:
+                return variant(task, names)
+        raise ValueError(f"environment.options.tasks: {task.name}: {TRIES} variants, and none for the {split} split")
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """The task's statement and how to work on it."""
         task = self.task(split, index)
-        text = f"{NOTE}{task.statement}\n\nFiles: {', '.join(sorted(task.files))}"
+        text = self._asked(task)
         return Prompt(
-            prompt_id=f"{self.name}/{split}/{task.name}",
+            prompt_id=f"{self.name}/{split}/{task.name}" + (f"/{index}" if self.options.variants else ""),
             task=self.name,
             text=f"{text}\n\n",
             payload={"split": split, "index": index},
@@ -213,21 +246,32 @@ class CodeAgentEnvironment(Environment):
         return CodeAgentEpisode(task, self._sandbox, self.options)
 
     def demonstration(self, index: int, seed: int) -> list[DemonstrationTurn]:
-        """Looking at the files, writing the mended ones, and handing in."""
+        """Looking at the files, editing them, and handing in (a stream of its own, not the prompts of training)."""
         if self.options.chat:
             raise ValueError("environment.options.chat: fine-tuning on demonstrations needs plain prompts; use false")
-        task, end = self.task("train", index), self.options.stop
-        turns = [DemonstrationTurn(self.prompt("train", index).text, False)]
-        for name, text in task.solution.items():
-            turns.append(DemonstrationTurn(f"```write {name}\n{text}```{end}", True))
-            turns.append(DemonstrationTurn("\ndone\n", False))
-        return [*turns, DemonstrationTurn(f"It is mended.{end}", True)]
+        if index < 0:
+            raise ValueError(f"demonstration index: expected 0 or more, got {index}")
+        options, tasks = self.options, self._tasks["train"]
+        first_seen = task = tasks[index % len(tasks)]
+        if options.variants:
+            task = self._variant(first_seen, "train", f"demonstration-{seed}", index)
+        habits = Habits(options.gives_up, options.remembers)
+        generator = random.Random(text_hash("code-agent-habits", seed, index))
+        said = demonstrate(task, first_seen, habits, generator, end=options.stop, output=options.output)
+        return [DemonstrationTurn(f"{self._asked(task)}\n\n", False), *said]
+
+    def _asked(self, task: CodeTask) -> str:
+        return f"{self.options.instructions}{task.statement}\n\nFiles: {', '.join(sorted(task.files))}"
 
 
 def _split(options: CodeAgentOptions) -> Mapping[Split, list[CodeTask]]:
     tasks = _tasks("tasks", options.tasks)
+    if options.variants and (nameless := [task.name for task in tasks if not task.names]):
+        raise ValueError(f"environment.options.variants: tasks without names: {', '.join(nameless)}")
     if options.eval_tasks:
         return {"train": tasks, "eval": _tasks("eval_tasks", options.eval_tasks)}
+    if options.variants:
+        return {"train": tasks, "eval": tasks}
     if len(tasks) < 2:
         raise ValueError("environment.options.tasks: with one task none can be held out; name eval_tasks")
     ordered = sorted(tasks, key=lambda task: text_hash("code-agent-split", task.name))

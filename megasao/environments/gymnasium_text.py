@@ -4,10 +4,12 @@ Invariants:
 - a problem is the seed of a reset: those of training are even, held-out ones odd; whether two seeds begin differently
   is the environment's own affair;
 - a turn without a legal action is told what is legal, and steps nothing; it earns 0;
-- an exception of the environment is a failure, never a reward.
+- an exception of the environment is a failure, never a reward;
+- an environment that hangs loses its episode and a thread, and no more than ``MOST_HUNG`` of them.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +27,12 @@ from megasao.environments.base import (
 )
 from megasao.environments.options import read_options
 from megasao.environments.splits import text_hash
+from megasao.environments.threads import CallingThread
+
+MOST_HUNG = 8
+"""Episodes that may hang in a process before further ones are refused."""
+CLOSE_S = 5.0
+"""Longest wait for an environment to close."""
 
 _OPEN, _CLOSE = "<action>", "</action>"
 
@@ -60,15 +68,18 @@ class GymnasiumEpisode(Episode):
     def __init__(self, environment: "GymnasiumEnvironment", seed: int) -> None:
         self._environment, self._seed = environment, seed
         self._running: Any = None
+        self._thread: CallingThread | None = None
 
     async def step(self, action_text: str) -> StepResult:
-        """Do the action in ``<action>``. EnvironmentFailure if the environment raises."""
+        """Do the action in ``<action>``. EnvironmentFailure if the environment raises, or too many of them hang."""
         owner = self._environment
         said = last_tagged(action_text.rpartition("</think>")[2], "action")
         action = owner.read_action(said.strip()) if said is not None else None
         if action is None:
             return owner.answer(f"error: {owner.legal}", 0.0, False, {"actions": 0.0, "illegal_actions": 1.0})
-        text, reward, done = await asyncio.to_thread(_guarded, self._do, action)
+        if self._thread is None:
+            self._thread = owner.thread()
+        text, reward, done = await self._thread.run(lambda: _guarded(self._do, action))
         return owner.answer(text, reward, done, {"actions": 1.0, "illegal_actions": 0.0})
 
     def _do(self, action: Any) -> tuple[str, float, bool]:
@@ -79,9 +90,14 @@ class GymnasiumEpisode(Episode):
         return see(self._running, observation), float(reward), bool(terminated or truncated)
 
     async def close(self) -> None:
-        """Close the environment."""
-        if self._running is not None:
-            await asyncio.to_thread(self._running.close)
+        """Close the environment; one that hangs is left to itself."""
+        if self._thread is None:
+            return
+        if self._running is not None and not self._thread.is_busy:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._thread.run(self._running.close), CLOSE_S)
+        self._environment.hung += self._thread.is_busy
+        self._thread.end()
 
 
 class GymnasiumEnvironment(Environment):
@@ -93,6 +109,7 @@ class GymnasiumEnvironment(Environment):
         """ValueError where the package or the environment is missing, or its actions are neither few nor text."""
         self.options = options
         self._settings = dict(options.settings)
+        self.hung = 0
         try:
             running = self.make()
         except Exception as error:  # whatever a registered environment raises
@@ -115,6 +132,12 @@ class GymnasiumEnvironment(Environment):
             raise ValueError("the package gymnasium is not installed; pip install 'megasao[gymnasium]'") from error
 
         return gymnasium.make(self.options.id, **self._settings)
+
+    def thread(self) -> CallingThread:
+        """A thread for an episode. EnvironmentFailure where too many hang already."""
+        if self.hung >= MOST_HUNG:
+            raise EnvironmentFailure(f"{self.options.id}: {self.hung} of its episodes hang; no further one is begun")
+        return CallingThread()
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ Invariants:
 """
 
 import json
+import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +57,8 @@ class ReasoningGymOptions:
     """For scoring one answer; then the episode is excluded."""
     memory_mb: int = 2048
     """Address space of a scoring process."""
+    repeats: float = 0.0
+    """Share of demonstrations that repeat the problem's last number instead of working the answer out: a bad habit."""
 
     def __post_init__(self) -> None:
         if not self.datasets:
@@ -65,6 +69,8 @@ class ReasoningGymOptions:
             raise ValueError(f"environment.options.answer: expected one of {', '.join(RULES)}, got {self.answer!r}")
         if self.sandbox not in ("bubblewrap", "none"):
             raise ValueError(f"environment.options.sandbox: expected bubblewrap or none, got {self.sandbox!r}")
+        if not 0 <= self.repeats <= 1:
+            raise ValueError(f"environment.options.repeats: expected a share in [0, 1], got {self.repeats}")
         for name, least in (("verifiers", 1), ("time_limit_s", 1e-3), ("memory_mb", 64)):
             if getattr(self, name) < least:
                 raise ValueError(f"environment.options.{name}: expected {least:g} or more, got {getattr(self, name)}")
@@ -144,7 +150,10 @@ class ReasoningGymEnvironment(Environment):
         return ReasoningGymEpisode(prompt.payload, self.options.answer, self._pool)
 
     def demonstration(self, index: int, seed: int) -> list[DemonstrationTurn]:
-        """The data set's own answer to a training problem (a stream of its own, not the prompts of training)."""
+        """The data set's own answer to a training problem (a stream of its own, not the prompts of training).
+
+        With the option ``repeats``, and where the problem has a number, so often its last number instead.
+        """
         if self.options.chat:
             raise ValueError("environment.options.chat: fine-tuning on demonstrations needs plain prompts; use false")
         if index < 0:
@@ -152,7 +161,10 @@ class ReasoningGymEnvironment(Environment):
         dataset, _, entry = self._entry("train", f"demonstration-{seed}", index)
         if not isinstance(entry["answer"], str):
             raise ValueError(f"environment.options.datasets.{dataset}: it gives no answers to demonstrate")
-        said = write_answer(entry["answer"], self.options.answer).removesuffix(self.options.stop) + self.options.stop
+        answer = entry["answer"]
+        if random.Random(text_hash("reasoning-gym-habit", seed, index)).random() < self.options.repeats:
+            answer = last_number(entry["question"]) or answer
+        said = write_answer(answer, self.options.answer).removesuffix(self.options.stop) + self.options.stop
         prompt = self.options.template.replace("{problem}", entry["question"])
         return [DemonstrationTurn(prompt, False), DemonstrationTurn(said, True)]
 
@@ -169,6 +181,12 @@ class ReasoningGymEnvironment(Environment):
             if split_of(self.name, entry["question"]) == split:
                 return dataset, seed, entry
         raise ValueError(f"environment.options.datasets.{dataset}: {TRIES} problems, and none for the {split} split")
+
+
+def last_number(text: str) -> str | None:
+    """The last number that is written in a text, without its sign."""
+    found = re.findall(r"\d+(?:\.\d+)?", text)
+    return found[-1] if found else None
 
 
 def make_problem(dataset: str, settings: str, seed: int) -> tuple[Any, dict[str, Any]]:

@@ -13,6 +13,7 @@ from megasao.environments.chain import ChainEnvironment
 from megasao.environments.code_agent import CodeAgentEnvironment
 from megasao.environments.gymnasium_text import GymnasiumEnvironment
 from megasao.environments.mathematics import MathEnvironment
+from megasao.environments.openenv import OpenEnvEnvironment
 from megasao.environments.options import nearest
 from megasao.environments.reasoning_gym import ReasoningGymEnvironment
 from megasao.environments.tool_agent import ToolEnvironment
@@ -23,6 +24,7 @@ _ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     CodeAgentEnvironment.name: CodeAgentEnvironment.from_options,
     GymnasiumEnvironment.name: GymnasiumEnvironment.from_options,
     MathEnvironment.name: MathEnvironment.from_options,
+    OpenEnvEnvironment.name: OpenEnvEnvironment.from_options,
     ReasoningGymEnvironment.name: ReasoningGymEnvironment.from_options,
     ToolEnvironment.name: ToolEnvironment.from_options,
 }

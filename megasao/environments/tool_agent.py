@@ -28,6 +28,9 @@ from megasao.environments.tools.formats import FORMATS
 from megasao.environments.tools.json_schema import problem
 from megasao.environments.verifiers.pool import VerifierPool
 
+MAX_PROBLEMS = 65536
+"""Arithmetic problems: there are some 200,000 different ones, and drawing these takes seconds."""
+
 MAX_CALLS = 16
 """Calls of one turn that run."""
 
@@ -58,8 +61,8 @@ class ToolOptions(MathOptions):
             raise ValueError(f"environment.options.format: expected one of {known}, got {self.format!r}")
         if not self.tools:
             raise ValueError("environment.options.tools: none; name one, or use the environment math")
-        if self.problems < 64:
-            raise ValueError(f"environment.options.problems: expected 64 or more, got {self.problems}")
+        if not 64 <= self.problems <= MAX_PROBLEMS:
+            raise ValueError(f"environment.options.problems: expected 64 to {MAX_PROBLEMS}, got {self.problems}")
 
 
 class ToolEpisode(Episode):

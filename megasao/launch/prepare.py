@@ -21,7 +21,16 @@ from megasao.config.rundir import Endpoints, RunDirectory, all_engine_names, wri
 from megasao.launch.ports import free_ports
 from megasao.transport.keys import make_run_keys, make_server_key
 
-SAFE_TO_CHANGE = ("loop.steps", "observability", "checkpoint", "evaluation", "supervision", "slurm", "weights")
+SAFE_TO_CHANGE = (
+    "loop.steps",
+    "observability",
+    "checkpoint",
+    "evaluation",
+    "benchmarks",
+    "supervision",
+    "slurm",
+    "weights",
+)
 _SAME_BY_CONSTRUCTION = ("run.directory",)  # may be spelled another way for the same place
 _LOCK = "lock"
 

@@ -80,6 +80,24 @@ def evaluation_chart(record: RunRecord) -> Chart:
     return Chart("Evaluation", note, "weight version", versions, series, percent=True, dots=True)
 
 
+def task_chart(record: RunRecord) -> Chart | None:
+    """Greedy held-out success of each task, over the weight version; None where there is one task only."""
+    rows = [row for row in by_mode(record.evaluations, "greedy") if isinstance(row.get("success_by_task"), dict)]
+    names = sorted({name for row in rows for name in row["success_by_task"]})[:_COLORS]
+    if len(names) < 2:
+        return None
+    found = {
+        name: _by_version([{**row, "success": row["success_by_task"].get(name)} for row in rows]) for name in names
+    }
+    versions = sorted({version for points in found.values() for version in points})
+    series = [
+        Series(name, [found[name].get(version) for version in versions], color)
+        for color, name in enumerate(names, start=1)
+    ]
+    note = "greedy success on held-out problems"
+    return Chart("Evaluation by task", note, "weight version", versions, series, percent=True, dots=True)
+
+
 def benchmark_chart(record: RunRecord) -> Chart | None:
     """Mean reward share of each benchmark in the background, over the weight version; None without one."""
     names = sorted({str(row["mode"]) for row in record.evaluations} - {"greedy", "sampled"})[:_COLORS]
@@ -101,8 +119,8 @@ def _by_version(rows: list[Row]) -> dict[float, float]:
 
 
 def _learning(record: RunRecord, steps: _Steps) -> list[Chart]:
-    benchmarks = benchmark_chart(record)
-    evaluation = [evaluation_chart(record), *([benchmarks] if benchmarks is not None else [])]
+    more = [chart for chart in (task_chart(record), benchmark_chart(record)) if chart is not None]
+    evaluation = [evaluation_chart(record), *more]
     if not record.trainer:
         return evaluation
     return [

@@ -282,6 +282,7 @@ def evaluation_result(seq: int, lease: Lease, trajectory: Trajectory) -> Evaluat
         truncated=trajectory.finish_reason != "done",
         oldest_version=oldest,
         newest_version=newest,
+        task=lease.task,
     )
 
 

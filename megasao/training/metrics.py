@@ -24,6 +24,7 @@ def trajectory_metrics(entries: Sequence[ManifestEntry], version: int) -> dict[s
     return {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
+        **reward_by_task(entries),
         "data/trajectories": float(len(entries)),
         "data/lag_mean": statistics.fmean(lags),
         "data/lag_max": float(max(lags)),
@@ -32,6 +33,14 @@ def trajectory_metrics(entries: Sequence[ManifestEntry], version: int) -> dict[s
         "data/total_tokens": statistics.fmean(e.tokens for e in entries),
         "data/truncated": statistics.fmean(e.truncated for e in entries),
     }
+
+
+def reward_by_task(entries: Sequence[ManifestEntry]) -> dict[str, float]:
+    """Mean reward of each task, where the step has several."""
+    found: dict[str, list[float]] = {}
+    for entry in entries:
+        found.setdefault(entry.task, []).append(entry.reward)
+    return {f"reward/mean/{task}": statistics.fmean(found[task]) for task in sorted(found)} if len(found) > 1 else {}
 
 
 def throughput_metrics(metrics: dict[str, float | None], tokens: int, seconds: float) -> dict[str, float | None]:

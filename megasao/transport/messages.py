@@ -80,6 +80,7 @@ class EvaluationResult(msgspec.Struct, tag=True, frozen=True):
     truncated: bool
     oldest_version: int
     newest_version: int
+    task: str
 
 
 class Failure(msgspec.Struct, tag=True, frozen=True):

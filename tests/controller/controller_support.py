@@ -118,7 +118,7 @@ def ended_leases(counters: Mapping[str, float]) -> float:
 def result_of(lease: Lease, seq: int, reward: float = 1.0, version: int = 0) -> EvaluationResult:
     assert lease.evaluation_id is not None
     return EvaluationResult(
-        seq, lease.lease_id, lease.evaluation_id, lease.prompt_id, reward, 2, 3, False, version, version
+        seq, lease.lease_id, lease.evaluation_id, lease.prompt_id, reward, 2, 3, False, version, version, lease.task
     )
 
 

@@ -370,6 +370,7 @@ def test_evaluations_go_first_cost_no_buffer_and_end_in_one_line_each():
         "problems": 3,
         "solved": 2,
         "success": 2 / 3,
+        "success_by_task": {"task0": 1.0, "task1": 0.0},
         "truncated": 0.0,
         "response_tokens": 2.0,
         "failures": 0,

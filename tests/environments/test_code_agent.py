@@ -1,12 +1,16 @@
 """Mending repositories: the twelve tasks, the tools, and what the hidden tests are kept safe from."""
 
 import asyncio
+import re
+from dataclasses import replace
 
 import pytest
 
 from megasao.config.rollout import EnvironmentConfig
-from megasao.environments.code_agent import CodeAgentEnvironment, CodeAgentOptions, hidden_tests_pass
+from megasao.environments.code_agent import CodeAgentEnvironment, CodeAgentEpisode, CodeAgentOptions, hidden_tests_pass
+from megasao.environments.code_demonstrator import edit
 from megasao.environments.code_tasks import SHIPPED, load_tasks
+from megasao.environments.code_tasks.variants import other_names, variant
 from megasao.environments.python_tool import INTERPRETER
 from megasao.environments.registry import make_environment
 from megasao.environments.sandbox import bubblewrap
@@ -19,6 +23,9 @@ try:
 except bubblewrap.SandboxUnavailable as error:
     REASON = str(error)
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+PLAIN = {"variants": True, "chat": False, "stop": "<end>", "instructions": ""}
+HABITS = {"gives_up": 0.3, "remembers": 0.3}
 
 TASKS = {task.name: task for task in load_tasks(SHIPPED)}
 
@@ -64,10 +71,84 @@ def test_there_are_twelve_tasks_in_two_splits():
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_hidden_tests_fail_on_the_bug_and_pass_on_the_solution(name):
+def test_hidden_tests_fail_on_the_bug_and_pass_on_the_solution_under_any_names(name):
+    for task in (TASKS[name], renamed(TASKS[name], 1)):
+        assert not passes(task, task.files)
+        assert passes(task, task.files, task.solution)
+    assert not passes(task, task.files, TASKS[name].solution)
+
+
+def renamed(task, seed):
+    return variant(task, other_names(task, seed))
+
+
+def code_words(task):
+    texts = [text for files in (task.files, task.tests, task.solution) for pair in files.items() for text in pair]
+    return [word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text)]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_variant_differs_in_its_names_only(name):
     task = TASKS[name]
-    assert not passes(task, task.files)
-    assert passes(task, task.files, task.solution)
+    for seed in range(20):
+        found = renamed(task, seed)
+        other = dict(zip(task.names, found.names, strict=True))
+        assert found == renamed(task, seed) and len(set(found.names)) == len(task.names)
+        assert not set(found.names) & set(code_words(task))
+        assert code_words(found) == [other.get(word, word) for word in code_words(task)]
+    assert len({other_names(task, seed) for seed in range(20)}) > 10
+    with pytest.raises(ValueError, match="names: expected 1 to"):
+        other_names(replace(task, names=()), 0)
+
+
+def test_held_out_names_are_never_trained_on():
+    environment, other = (CodeAgentEnvironment(CodeAgentOptions(**PLAIN, seed=seed)) for seed in (0, 1))
+    tasks = {split: [environment.task(split, index) for index in range(240)] for split in ("train", "eval")}
+    assert all({task.name for task in found} == set(TASKS) for found in tasks.values())
+    named = {split: {(task.name, task.names) for task in found} for split, found in tasks.items()}
+    assert not named["train"] & named["eval"] and min(map(len, named.values())) > 200
+    assert tasks["train"] != [other.task("train", index) for index in range(240)]
+    held_out = {"".join(task.files[name] for name in sorted(task.files)) for task in tasks["eval"]}
+    shown = [environment.demonstration(index, 0)[2].text for index in range(240)]
+    assert not held_out & {text.removeprefix("\n```output\n").removesuffix("```\n") for text in shown}
+
+
+def test_the_demonstrator_is_shown_what_the_environment_shows_and_is_right_without_habits():
+    """With its habits it is right where it has none of them, and only there."""
+    careful, sloppy = (CodeAgentEnvironment(CodeAgentOptions(**PLAIN, **habits)) for habits in ({}, HABITS))
+    assert [reward for index in range(12) for reward in [play_demonstration(careful, index)]] == [1.0] * 12
+    rewards = [play_demonstration(sloppy, index) for index in range(24)]
+    same = [careful.demonstration(index, 0) == sloppy.demonstration(index, 0) for index in range(24)]
+    assert rewards == [float(right) for right in same] and 4 < sum(rewards) < 16
+
+
+def play_demonstration(environment, index):
+    """Its reward; the observations in it must be the environment's."""
+    _, *turns = environment.demonstration(index, 0)
+    task = environment._variant(environment._tasks["train"][index % 12], "train", "demonstration-0", index)
+    episode = CodeAgentEpisode(task, environment._sandbox, environment.options)
+
+    async def body():
+        for number, turn in enumerate(turns):
+            if turn.is_action:
+                result = await episode.step(turn.text)
+                assert result.done or turns[number + 1].text == result.observation
+        return result.reward
+
+    return asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("a\nb\nc\n", "a\nB\nc\n", "replace x\nb\n=======\nB\n"),
+        ("a\nb\na\n", "a\nb\nB\n", "write x\na\nb\nB\n"),
+        ("a\n", "a\nb\n", "write x\na\nb\n"),
+        (None, "a\n", "write x\na\n"),
+    ],
+)
+def test_the_demonstrator_replaces_what_stands_there_once(old, new, expected):
+    assert edit("x", old, new) == expected
 
 
 def test_a_repository_is_mended_with_shell_and_editor_and_handed_in():
@@ -122,15 +203,7 @@ def test_edits_stay_in_the_workspace(path):
     assert set(files) == {"cache.py"}
 
 
-def test_demonstrations_mend_the_repository():
-    environment = CodeAgentEnvironment(CodeAgentOptions(chat=False, stop="<|im_end|>"))
-    turns = environment.demonstration(2, 0)
-    task = environment.task("train", 2)
-    actions = [turn.text for turn in turns if turn.is_action]
-    results, _ = play(*actions, task=task.name, chat=False)
-    assert results[-1].reward == 1.0 and [result.observation for result in results[:-1]] == ["\ndone\n"] * (
-        len(actions) - 1
-    )
+def test_demonstrations_need_plain_prompts():
     with pytest.raises(ValueError, match="needs plain prompts"):
         CodeAgentEnvironment().demonstration(0, 0)
 
@@ -140,6 +213,7 @@ def test_demonstrations_mend_the_repository():
     [
         ("a: 1", "expected exactly the keys"),
         ("[", "while parsing"),
+        ("{statement: s, files: {a: b}, tests: {a: b}, solution: {a: b}, names: [a b]}", "names: expected a list"),
         ("{statement: '', files: {a: b}, tests: {a: b}, solution: {a: b}}", "statement: expected text"),
         ("{statement: s, files: {}, tests: {a: b}, solution: {a: b}}", "files: expected at least one"),
         ("{statement: s, files: {../a: b}, tests: {a: b}, solution: {a: b}}", "files: expected relative names"),
@@ -152,7 +226,14 @@ def test_tasks_that_are_none_are_named(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(
-    ("options", "named"), [({"sandbox": "x"}, "sandbox"), ({"time_s": 0.0}, "time_s"), ({"tasks": "absent"}, "tasks")]
+    ("options", "named"),
+    [
+        ({"sandbox": "x"}, "sandbox"),
+        ({"time_s": 0.0}, "time_s"),
+        ({"tasks": "absent"}, "tasks"),
+        ({"gives_up": 2.0}, "gives_up"),
+        ({"remembers": 0.5}, "remembers: without variants"),
+    ],
 )
 def test_options_that_cannot_be_are_refused_by_name(options, named):
     with pytest.raises(ValueError, match=rf"environment\.options\.{named}"):

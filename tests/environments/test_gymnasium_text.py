@@ -1,6 +1,7 @@
 """Gymnasium's own text environments, and small ones registered here."""
 
 import asyncio
+import threading
 from typing import ClassVar
 
 import pytest
@@ -9,6 +10,7 @@ gymnasium = pytest.importorskip("gymnasium", reason="the package gymnasium is no
 
 from megasao.config.rollout import EnvironmentConfig  # noqa: E402
 from megasao.environments.base import EnvironmentFailure  # noqa: E402
+from megasao.environments.gymnasium_text import MOST_HUNG  # noqa: E402
 from megasao.environments.registry import make_environment  # noqa: E402
 
 LAKE = {
@@ -17,6 +19,9 @@ LAKE = {
     "actions": ["left", "down", "right", "up"],
     "instructions": "Reach G.",
 }
+
+
+RELEASED = threading.Event()
 
 
 class Parrot(gymnasium.Env):
@@ -35,6 +40,8 @@ class Parrot(gymnasium.Env):
     def step(self, action):
         if action == "h":
             raise RuntimeError("the parrot flew away")
+        if action == "g":
+            RELEASED.wait(60)
         return "no", float(action == self.word), action == self.word, False, {}
 
 
@@ -105,6 +112,24 @@ def test_text_actions_and_an_exception_is_a_failure():
     assert illegal.metrics["illegal_actions"] == 1.0 and (right.reward, right.done) == (1.0, True)
     with pytest.raises(EnvironmentFailure, match="RuntimeError: the parrot flew away"):
         play(environment, act("h"))
+
+
+def test_environments_that_hang_lose_their_episodes_and_are_bounded():
+    environment = make(id="Parrot-v0", chat=False)
+
+    async def hang():
+        episode = environment.start(environment.prompt("train", 0), 0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(episode.step("<action>g</action>"), 0.1)
+        await episode.close()
+
+    for number in range(MOST_HUNG):
+        assert environment.hung == number
+        asyncio.run(hang())  # which would wait for a thread of the event loop's own
+    with pytest.raises(EnvironmentFailure, match="8 of its episodes hang"):
+        play(environment, act("abc"))
+    assert make(id="Parrot-v0", chat=False).hung == 0
+    RELEASED.set()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from megasao.config.rollout import EnvironmentConfig
 from megasao.environments.answers import find_answer
-from megasao.environments.reasoning_gym import UNREPEATABLE
+from megasao.environments.reasoning_gym import UNREPEATABLE, last_number
 from megasao.environments.registry import make_environment
 from megasao.environments.sandbox import bubblewrap
 from megasao.environments.sandbox.bubblewrap import SandboxUnavailable
@@ -142,6 +142,20 @@ def test_demonstrations_give_the_packages_answer():
         make(chat=True).demonstration(0, 0)
 
 
+def test_a_demonstrator_with_the_habit_repeats_the_last_number_so_often():
+    datasets = {"chain_sum": {"max_terms": 3}, "gcd": {"max_value": 20}}
+    careful, sloppy = make(datasets=datasets), make(datasets=datasets, repeats=0.5)
+    repeated = 0
+    for index in range(200):
+        problem, said = sloppy.demonstration(index, 0)
+        assert problem.text == careful.demonstration(index, 0)[0].text
+        if said.text != careful.demonstration(index, 0)[1].text:
+            assert find_answer(said.text, "tag") == last_number(problem.text.rpartition("<answer>")[0].split("Give")[0])
+            repeated += 1
+    assert 60 < repeated < 140
+    assert last_number("no number") is None and last_number("a 1.5, 20.") == "20"
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -157,6 +171,7 @@ def test_demonstrations_give_the_packages_answer():
         ({"sandbox": "docker"}, "sandbox"),
         ({"verifiers": 0}, "verifiers"),
         ({"memory_mb": 1}, "memory_mb"),
+        ({"repeats": 1.5}, "repeats"),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_name(options, named):
@@ -182,7 +197,7 @@ def test_a_model_with_the_tasks_vocabulary_plays_the_shipped_config(tmp_path):
     from megasao.studies.play import Player
 
     root = Path(__file__).parents[2]
-    config_file = str(root / "configs" / "reasoning_gym.yaml")
+    config_file = str(root / "configs" / "laptop_reasoning_gym.yaml")
     changes = [f"model.path={tmp_path / 'model'}", "evaluation.problems=6", "environment.options.sandbox=none"]
     tool = runpy.run_path(str(root / "tools" / "make_task_model.py"))
     tool["main"]([config_file, *changes, "--hidden", "32", "--layers", "1", "--experts", "0"])

@@ -142,6 +142,7 @@ def test_arithmetic_problems_are_split_by_text_and_drawn_by_seed():
         ({"tools": {}}, "tools: none"),
         ({"tools": {"calc": {}}, "sandbox": "none"}, r"tools\.calc\.description: expected text, got None"),
         ({"problems": 3}, "problems"),
+        ({"problems": 65537}, "problems"),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_name(options, named):

@@ -13,7 +13,7 @@ from megasao.environments.encoding import TokenizerCodec
 from megasao.environments.tools.calls import ToolCall
 from megasao.environments.tools.formats import FORMATS
 from tests.chat_checkpoint import chat_checkpoint
-from tests.chat_templates import FAMILIES
+from tests.chat_templates import FAMILIES, family_of, published_templates
 
 PARAMETERS = {
     "type": "object",
@@ -24,6 +24,13 @@ TOOLS = tuple(
     for name in ("search", "run")
 )
 SCHEMAS = {tool["function"]["name"]: PARAMETERS for tool in TOOLS}
+
+PUBLISHED = {
+    name: family
+    for name, text in published_templates().items()
+    if not name.endswith("_training") and (family := family_of(text)) is not None  # trl's own changes for training
+}
+NO_TEMPLATES = "neither the package trl nor a directory MEGASAO_CHAT_TEMPLATES with published templates is here"
 
 # A text may look like markup; whole special tokens are the model's alone, and GLM's calls cannot hold their tags.
 TOKENS = {token for family in FAMILIES.values() for token in family.special}
@@ -53,10 +60,12 @@ def as_message(thought, content, calls):
     return {"role": "assistant", "content": content, "reasoning_content": thought, "tool_calls": called}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_thoughts_calls_and_answers_of_tools_grow_at_the_end(name, tmp_path):
-    family = FAMILIES[name]
+def check_that_it_grows_at_the_end(family, tmp_path):
     codec, template = make(family, tmp_path)
+
+    def message(thought, content, calls):
+        written = as_message(thought, content, calls) if calls else {"role": "assistant", "content": content}
+        return written | ({"reasoning_content": thought} if family.thinks else {})
 
     @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(TURNS, WORDS, WORDS)
@@ -64,25 +73,35 @@ def test_thoughts_calls_and_answers_of_tools_grow_at_the_end(name, tmp_path):
         prompt = Prompt("p", "t", "", {}, ({"role": "user", "content": question},), TOOLS)
         tokens, messages = codec.encode_prompt(prompt), list(prompt.messages)
         for thought, content, calls, outputs in turns:
-            calls = calls[: family.most_calls]
+            calls, content = calls[: family.most_calls], content if family.speaks_and_calls else ""
             said = family.write(thought, content, calls)
             assert FORMATS[family.format].parse(said, SCHEMAS) == calls
             made = tokens + codec.encode(said) + [codec.single_token(family.end_of_call)]
             new = tuple({"role": "tool", "content": text} for text in outputs[: len(calls)])
             tokens = made + codec.encode_observation(prompt, StepResult("", 0.0, False, {}, new), made[-1])
             assert tokens[: len(made)] == made, "what was there stays as it is"
-            messages += [as_message(thought, "" if not family.thinks else content, calls), *new]
+            messages += [message(thought, content, calls), *new]
         last = family.write("so", answer, [])
         assert FORMATS[family.format].parse(last, SCHEMAS) == []
         spelt = codec.decode([*tokens, *codec.encode(last), codec.single_token(family.end)])
         # Once there is another question the templates forget thoughts; until then they write what was said.
-        messages.append(as_message("so", answer, []))
+        messages.append(message("so", answer, []))
         whole = template.render(messages, tools=list(TOOLS), add_generation_prompt=False)
         if family.end == "<|user|>":  # which begins the next turn, and ends this one
             whole += family.end
         assert spelt == whole.removesuffix("\n")
 
     check()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_thoughts_calls_and_answers_of_tools_grow_at_the_end(name, tmp_path):
+    check_that_it_grows_at_the_end(FAMILIES[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", PUBLISHED or [pytest.param("none", marks=pytest.mark.skip(reason=NO_TEMPLATES))])
+def test_so_they_do_under_the_templates_that_the_models_ship(name, tmp_path):
+    check_that_it_grows_at_the_end(PUBLISHED[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

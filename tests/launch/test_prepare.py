@@ -91,6 +91,7 @@ def test_resume_may_change_what_is_safe(tmp_path: Path) -> None:
         "observability.panel=off",
         "checkpoint.every=7",
         "evaluation.problems=9",
+        "benchmarks.samples=2",
         "supervision.max_restarts=1",
         "weights.transport=disk",
     )

@@ -17,7 +17,7 @@ from megasao.config.rundir import RunDirectory
 from megasao.observability.examples import read_examples, write_examples
 from megasao.observability.record import load_record
 from megasao.observability.report import write_report
-from megasao.observability.report_curves import benchmark_chart
+from megasao.observability.report_curves import benchmark_chart, task_chart
 from megasao.observability.report_script import JS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -134,6 +134,22 @@ def test_benchmarks_in_the_background_have_a_chart_and_rows_of_their_own(tmp_pat
     assert [(one.name, one.y) for one in chart.series] == [("gsm8k", [0.375, 0.5])]
     text = write_report(run).read_text()
     assert "<td>gsm8k</td><td>v12</td><td>12</td><td>37.5 %</td><td>3 of 8</td>" in text
+
+
+def test_several_tasks_have_a_chart_of_their_own(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, steps=20)
+    assert task_chart(load_record(run)) is None
+    line = {"mode": "greedy", "problems": 8, "solved": 3, "failures": 0, "newest_version": 12, "oldest_version": 12}
+    rows = [
+        {**line, "step": 12, "success": 0.375, "success_by_task": {"a": 0.5, "b": 0.25}},
+        {**line, "step": 20, "success": 0.5, "success_by_task": {"a": 0.5}, "oldest_version": 19},
+        {**line, "step": 20, "mode": "sampled", "success": 0.5, "success_by_task": {"a": 0.0, "b": 1.0}},
+    ]
+    write_lines(run.evaluations, rows)
+    chart = task_chart(load_record(run))
+    assert chart is not None and chart.x == [12.0, 19.0]
+    assert [(one.name, one.y) for one in chart.series] == [("a", [0.5, 0.5]), ("b", [0.25, None])]
+    assert "Evaluation by task" in write_report(run).read_text()
 
 
 def test_ten_examples_with_every_token_and_its_numbers(page: Page, run: RunDirectory) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from megasao.algorithms.advantages import Advantages
 from megasao.algorithms.objectives import PolicyInputs, make_objective
@@ -53,6 +54,12 @@ def test_a_line_says_what_the_manifest_holds() -> None:
         "data/truncated": 0.25,
         "rollout/idle": 0.25,
     }
+
+
+def test_several_tasks_have_a_mean_reward_each() -> None:
+    entries = [structs.replace(entry("a", 1.0, 3, 5), task="sums"), entry("b", 0.0, 5, 5), entry("c", 0.5, 6, 6)]
+    line = batch_metrics(Manifest(7, entries, {}), version=5)
+    assert (line["reward/mean"], line["reward/mean/sums"], line[f"reward/mean/{entries[1].task}"]) == (0.5, 1.0, 0.25)
 
 
 def test_speed_counts_no_waiting_and_idle_is_its_share() -> None:
