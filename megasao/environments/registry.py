@@ -15,6 +15,7 @@ from megasao.environments.gymnasium_text import GymnasiumEnvironment
 from megasao.environments.mathematics import MathEnvironment
 from megasao.environments.options import nearest
 from megasao.environments.reasoning_gym import ReasoningGymEnvironment
+from megasao.environments.swebench.environment import SwebenchEnvironment
 from megasao.environments.tool_agent import ToolEnvironment
 
 _ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
@@ -24,6 +25,7 @@ _ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     GymnasiumEnvironment.name: GymnasiumEnvironment.from_options,
     MathEnvironment.name: MathEnvironment.from_options,
     ReasoningGymEnvironment.name: ReasoningGymEnvironment.from_options,
+    SwebenchEnvironment.name: SwebenchEnvironment.from_options,
     ToolEnvironment.name: ToolEnvironment.from_options,
 }
 
