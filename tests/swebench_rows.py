@@ -10,7 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-WORDS = "def count(text):\n    return len(text.split(' '))\n\n\ndef longest(text):\n    return max(text.split(), key=len)\n"
+WORDS = (
+    "def count(text):\n    return len(text.split(' '))\n\n\ndef longest(text):\n    return max(text.split(), key=len)\n"
+)
 WORDS_MENDED = WORDS.replace("split(' ')", "split()")
 WORDS_MENDED_TWICE = WORDS_MENDED.replace("key=len)", "key=len, default='')")
 WORDS_TESTS = """import unittest
@@ -89,7 +91,11 @@ _GIT = {name: value for who in ("AUTHOR", "COMMITTER") for name, value in (
 
 def git(place: Path, *words: str) -> str:
     run = subprocess.run(
-        ["git", "-c", "init.defaultBranch=main", *words], cwd=place, capture_output=True, text=True, env={**os.environ, **_GIT}
+        ["git", "-c", "init.defaultBranch=main", *words],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **_GIT},
     )
     assert run.returncode == 0, run.stderr
     return run.stdout

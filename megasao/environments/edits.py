@@ -1,10 +1,10 @@
 """One thing a turn, in one fenced block: commands for a shell, a file to write, or a text to replace.
 
-    ```bash                    ```write PATH              ```replace PATH
-    commands                   the whole new text         the old text
-    ```                        ```                        =======
-                                                          the new text
-                                                          ```
+```bash                    ```write PATH              ```replace PATH
+commands                   the whole new text         the old text
+```                        ```                        =======
+                                                      the new text
+                                                      ```
 """
 
 import re

@@ -303,7 +303,9 @@ def test_published_repositories_have_their_own_commands(place):
     def made(repo, version, *files):
         return replace(tiny, repo=repo, version=version, test_patch="".join(map(touched.format, files)))
 
-    django = made("django/django", "1.11", "tests/forms/test_x.py", "tests/forms/models.py", "django/x.py", "docs/a.txt")
+    django = made(
+        "django/django", "1.11", "tests/forms/test_x.py", "tests/forms/models.py", "django/x.py", "docs/a.txt"
+    )
     assert targets(django) == ["forms.test_x"]
     assert run_of(django).install == "python setup.py install" and run_of(made("django/django", "3.0")).install == ""
     assert "--parallel" not in run_of(made("django/django", "1.9")).command and "--parallel 1" in run_of(django).command

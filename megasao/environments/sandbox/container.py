@@ -164,7 +164,10 @@ class Container:
         if command is None:
             return
         remover = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
         )
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(remover.wait(), 3 * END_TIMEOUT_S)
