@@ -15,12 +15,13 @@ CHATML = (
 EOS = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
 
 
-def chat_checkpoint(path):
-    """A directory with a tokenizer of 259 tokens, a chat template and end tokens, and no model."""
+def chat_checkpoint(path, phrases=()):
+    """A directory with a tokenizer of 259 tokens and one for each phrase, a chat template and end tokens; no model."""
     tokenizer = Tokenizer(BPE({letter: n for n, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>", "<s>")])
+    tokenizer.add_tokens(list(phrases))
     path.mkdir()
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHATML, "bos_token": "<s>"}
@@ -29,12 +30,15 @@ def chat_checkpoint(path):
     return path
 
 
-def bigram_checkpoint(path, bigrams):
-    """A Qwen3 whose next token depends on the last one alone: ``bigrams[a]`` are the texts that may follow ``a``."""
+def bigram_checkpoint(path, bigrams, phrases=()):
+    """A Qwen3 whose next token depends on the last one alone: ``bigrams[a]`` are the texts that may follow ``a``.
+
+    Texts are single bytes, the end tokens, and ``phrases``.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    chat_checkpoint(path)
+    chat_checkpoint(path, phrases)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     size = 272
     config = Qwen3Config(

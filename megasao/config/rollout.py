@@ -104,6 +104,9 @@ class BenchmarksConfig(Section):
     samples: int | None = Field(
         None, ge=1, description="Responses to each problem; null is the benchmark's own number."
     )
+    swebench: dict[str, Any] = Field(
+        default_factory=dict, description="Options of environment swebench for swebench_verified: where it runs."
+    )
     problems: int | None = Field(None, ge=1, description="Only the first so many problems; null is all.")
     temperature: float = Field(1.0, ge=0, description="Sampling temperature; 0 is greedy.")
     max_tokens: int = Field(131072, ge=2, description="Most tokens of prompt and response.")

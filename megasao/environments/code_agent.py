@@ -1,15 +1,7 @@
 """Mending a small repository with a shell and an editor in the sandbox; hidden tests give the reward.
 
-A turn of the model does one thing, the last fenced block in it:
-
-    ```bash                    ```write PATH              ```replace PATH
-    commands                   the whole new text         the old text
-    ```                        ```                        =======
-                                                          the new text
-                                                          ```
-
-A turn without a block hands the work in: the hidden tests run in a fresh sandbox on the workspace as it is, and the
-reward is 1 if all pass, else 0.
+A turn of the model does one thing, the last fenced block in it (``edits``). A turn without a block hands the work in: the
+hidden tests run in a fresh sandbox on the workspace as it is, and the reward is 1 if all pass, else 0.
 
 Invariants:
 - nothing of the hidden tests is in the workspace while the model works, and files of their names are replaced;
@@ -20,7 +12,6 @@ Invariants:
 """
 
 import random
-import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +22,7 @@ from megasao.environments.base import DemonstrationTurn, Environment, Episode, P
 from megasao.environments.code_demonstrator import DONE, Habits, demonstrate
 from megasao.environments.code_tasks import SHIPPED, CodeTask, load_tasks
 from megasao.environments.code_tasks.variants import other_names, variant
+from megasao.environments.edits import HOW, Block, find_block, replaced
 from megasao.environments.options import read_options
 from megasao.environments.python_tool import INTERPRETER, require_interpreter
 from megasao.environments.sandbox.run import Sandbox, SandboxLimits
@@ -38,33 +30,13 @@ from megasao.environments.sandbox.shown import shown
 from megasao.environments.sandbox.workspace import is_inside, pack, unpack
 from megasao.environments.splits import split_of, text_hash
 
-NOTE = """You mend a small Python repository, in the current directory. In each turn do one thing, in one block:
-
-```bash
-commands
-```
-
-```write PATH
-the whole new text of the file
-```
-
-```replace PATH
-text that is in the file once
-=======
-what stands there instead
-```
-
-You will be shown the result. A turn without a block hands your work in.
-
-"""
+NOTE = f"You mend a small Python repository, in the current directory. {HOW}\n"
 
 HELD_OUT = 4
 """Without tasks of their own for evaluation, one in this many is held out."""
 
 TRIES = 1000
 """Draws of names until some must have come that belong to the split: there is one in eight on average."""
-
-_BLOCK = re.compile(r"```(bash|sh|write|replace)[ \t]*([^\n]*)\n(.*?)```", re.DOTALL)
 
 _RUNNER = "run_hidden_tests.py"
 _RUN = """import sys, unittest
@@ -129,14 +101,13 @@ class CodeAgentEpisode(Episode):
 
     async def step(self, action_text: str) -> StepResult:
         """Do what the turn says, or run the hidden tests. EnvironmentFailure if the sandbox breaks."""
-        blocks = _BLOCK.findall(action_text.rpartition("</think>")[2])
-        if not blocks:
+        block = find_block(action_text)
+        if block is None:
             passed = await hidden_tests_pass(self._task, self.workspace, self._sandbox)
             return StepResult("", float(passed), True, {"handed_in": 1.0})
-        kind, path, text = blocks[-1]
-        if kind in ("bash", "sh"):
-            return await self._command(text)
-        error = self._edit(kind, path.strip(), text)
+        if block.kind == "bash":
+            return await self._command(block.text)
+        error = self._edit(block)
         return self._answer(error or DONE, {"edits": 1.0, "edit_errors": float(error is not None)})
 
     async def _command(self, text: str) -> StepResult:
@@ -147,22 +118,19 @@ class CodeAgentEpisode(Episode):
             {"commands": 1.0, "command_errors": float(outcome.exit_code != 0)},
         )
 
-    def _edit(self, kind: str, path: str, text: str) -> str | None:
+    def _edit(self, block: Block) -> str | None:
         """Change the workspace; what is wrong with the edit, if anything."""
+        path, text, error = block.path, block.text, None
         if not is_inside(path):
             return f"error: {path!r} is no file in the workspace"
         files = unpack(self.workspace)
-        if kind == "replace":
-            before, mark, after = text.partition("=======\n")
+        if block.kind == "replace":
             if path not in files:
                 return f"error: there is no file {path}"
-            current = files[path].decode(errors="replace")
-            if not mark or current.count(before) != 1:
-                count = current.count(before) if mark else 0
-                return f"error: the old text must be in {path} once, and ======= after it; it is there {count} times"
-            text = current.replace(before, after)
-        self.workspace = pack({**files, path: text.encode()})
-        return None
+            text, error = replaced(files[path].decode(errors="replace"), text, path)
+        if error is None:
+            self.workspace = pack({**files, path: text.encode()})
+        return error
 
     def _answer(self, text: str, metrics: dict[str, float]) -> StepResult:
         if self._options.chat:

@@ -16,6 +16,7 @@ from megasao.environments.mathematics import MathEnvironment
 from megasao.environments.openenv import OpenEnvEnvironment
 from megasao.environments.options import nearest
 from megasao.environments.reasoning_gym import ReasoningGymEnvironment
+from megasao.environments.swebench.environment import SwebenchEnvironment
 from megasao.environments.tool_agent import ToolEnvironment
 
 _ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
@@ -26,6 +27,7 @@ _ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     MathEnvironment.name: MathEnvironment.from_options,
     OpenEnvEnvironment.name: OpenEnvEnvironment.from_options,
     ReasoningGymEnvironment.name: ReasoningGymEnvironment.from_options,
+    SwebenchEnvironment.name: SwebenchEnvironment.from_options,
     ToolEnvironment.name: ToolEnvironment.from_options,
 }
 

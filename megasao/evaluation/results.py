@@ -65,7 +65,7 @@ def summarize(result: Result) -> list[str]:
     lines.append(f"  mean@{n:<4} {_shown(estimate(list(result.means().values())))}{_left_out(result)}")
     for k in _powers(n):
         lines.append(f"  pass@{k:<4} {_shown(_over(result, k, partial(_pass_at, k)))}")
-    if n > 1:
+    if n > 1 and manifest.answer != "tests":  # work has no answer that could be voted on
         lines.append(f"  maj@{n:<5} {_shown(_over(result, n, _majority))}")
     records = [record for graded in result.problems.values() for record in graded]
     tokens = sum(record.tokens or 0 for record in records) / len(records)

@@ -14,7 +14,7 @@ import zmq.asyncio
 from megasao.config import Config
 from megasao.config.lifesign import LifeSign
 from megasao.config.rundir import RunDirectory, engine_names, training_servers
-from megasao.environments.benchmarks.background import background_benchmarks, benchmark_limits
+from megasao.environments.benchmarks.background import background_benchmarks
 from megasao.environments.encoding import TokenizerCodec
 from megasao.environments.registry import make_environment
 from megasao.rollout.engines.base import Engine
@@ -144,7 +144,7 @@ async def _serve(
         give_up_after_s=config.supervision.start_timeout_s,
     )
     benchmarks = {
-        name: EpisodeRunner.build(benchmark.environment, evaluation, codec, benchmark_limits(config))
+        name: EpisodeRunner.build(benchmark.environment, evaluation, codec, benchmark.limits)
         for name, benchmark in background_benchmarks(config).items()
     }
     members = fleet_members(run, config, index, training)

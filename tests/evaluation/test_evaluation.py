@@ -13,12 +13,14 @@ from megasao.config.rundir import RunDirectory
 from megasao.environments.benchmarks.sources import fingerprint, locate
 from megasao.environments.benchmarks.table import BENCHMARKS, markdown_table
 from megasao.environments.rows import load_problems
+from megasao.environments.sandbox import bubblewrap
 from megasao.evaluation.command import choose, run_evaluation, subject
 from megasao.evaluation.evaluate import checkpoint_id
 from megasao.evaluation.records import Record, ResultDirectory
 from megasao.evaluation.results import compare_results, load_results, results_table, summarize
 from tests.benchmark_rows import ROWS, write_rows
 from tests.chat_checkpoint import bigram_checkpoint
+from tests.swebench_rows import write_instances
 
 DOCS = Path(__file__).parents[2] / "docs" / "evaluation.md"
 LAPTOP = str(Path(__file__).parents[2] / "configs" / "laptop.yaml")
@@ -47,11 +49,19 @@ def place(tmp_path_factory):
     (path / "data").mkdir()
     for name in ROWS:
         write_rows(path / "data", name)
+    write_instances(path / "data")
     return path
 
 
+def small_site(place):
+    """Where the instances of the sample rows run."""
+    small = {"time_s": 10.0, "test_time_s": 60.0, "memory_mb": 512, "processes": 64, "disk_mb": 32}
+    sandbox = "none" if bubblewrap._why_not() else "bubblewrap"
+    return {"repositories": str(place / "data" / "repositories"), "sandbox": sandbox, **small}
+
+
 def configured(place, **changes):
-    given = {"data": str(place / "data"), "samples": 4, "max_tokens": 512, **changes}
+    given = {"data": str(place / "data"), "samples": 4, "max_tokens": 1000, "swebench": small_site(place), **changes}
     overrides = [f"benchmarks.{name}={json.dumps(value)}" for name, value in given.items()]
     return load_config(LAPTOP, [f"model.path={place / 'model'}", "rollout.concurrency=16", *overrides])
 
@@ -67,14 +77,16 @@ def rows(out, name):
 
 
 def test_every_benchmark_is_measured_on_its_sample_rows(place, tmp_path):
-    assert set(BENCHMARKS) == set(ROWS)
+    assert set(BENCHMARKS) == {*ROWS, "swebench_verified"}
     said = run(place, tmp_path, ",".join(BENCHMARKS))
     results = load_results(tmp_path)
     assert list(results) == list(BENCHMARKS)
     for name, result in results.items():
         records = rows(tmp_path, name)
         assert len(records) == 16 and result.samples == 4 and not result.excluded
-        assert {record.answer for record in records} == {"14", "15"} and {r.finish_reason for r in records} == {"done"}
+        assert {r.finish_reason for r in records} == {"done"}
+        answers = {record.answer for record in records}
+        assert answers == ({None} if name == "swebench_verified" else {"14", "15"})
         assert {record.tokens for record in records} == {11} and {record.weight_version for record in records} == {0}
     for name in ("gsm8k", "aime24", "aime2025", "amc23"):
         problems = load_problems(locate(name, str(place / "data"), {}))
@@ -84,6 +96,43 @@ def test_every_benchmark_is_measured_on_its_sample_rows(place, tmp_path):
             assert record.reward == float(int(record.answer) == references[record.problem_id])
     assert sum(record.reward for name in BENCHMARKS for record in rows(tmp_path, name)) > 0
     assert "mean@4" in said and "pass@4" in said and "maj@4" in said and "over 4 problems" in said
+
+
+WORK = "```sh\nsed -i s/insert.0,/append\\(/ stack.py\n```"
+LOOK = "```sh\nls; exit 3\n```"
+
+
+def test_swebench_is_measured_by_what_the_model_did(place, tmp_path):
+    """One of the four issues is resolved by the commands of a turn, where the model does not hand in before it."""
+    acting = {"\n": [WORK, LOOK, "a"], WORK: ["<|im_end|>"], LOOK: ["<|im_end|>"], "a": ["<|im_end|>"]}
+    bigram_checkpoint(tmp_path / "acting", acting, (WORK, LOOK))
+    config = configured(place, samples=8)
+    said = []
+    run_evaluation(
+        config, subject(config, tmp_path / "acting", None), choose("swebench_verified"), tmp_path / "out", said.append
+    )
+    records = rows(tmp_path / "out", "swebench_verified")
+    assert len(records) == 32 and {record.excluded for record in records} == {None}
+    stack = [record for record in records if record.problem_id == "swebench/eval/tiny__stack-3"]
+    assert {(record.reward, "sed" in record.response) for record in stack} == {(1.0, True), (0.0, False)}
+    assert {record.reward for record in records if record not in stack} == {0.0}
+    assert any(record.response.count("```sh") > 1 for record in records), "more than one turn"
+    [summary] = [line for line in said if "mean@8" in line]
+    assert f"{100 * sum(record.reward for record in stack) / 32:.1f} [" in summary
+    assert "pass@1" in "".join(said) and "pass@8" in "".join(said) and "maj@" not in "".join(said)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data": "x"}, r"benchmarks\.swebench\.data: the benchmark has its own"),
+        ({"memory": 1}, r"benchmarks\.swebench\.memory: .* no such option \(did you mean 'memory_mb'\?\)"),
+        ({"repositories": "absent"}, "tiny__words-1: neither absent/tiny__words"),
+    ],
+)
+def test_where_swebench_cannot_run_is_said_before_anything_starts(place, tmp_path, given, message):
+    with pytest.raises(UserError, match=message):
+        run(place, tmp_path, "swebench_verified", swebench={**small_site(place), **given})
 
 
 def test_an_interrupted_evaluation_ends_as_a_whole_one(place, tmp_path):

@@ -11,16 +11,21 @@ from megasao.config.rollout import EnvironmentConfig
 from megasao.environments.benchmarks.sources import locate
 from megasao.environments.benchmarks.table import BENCHMARKS, Benchmark
 from megasao.environments.mathematics import GRADERS, MathEnvironment, MathOptions
-from megasao.environments.options import nearest
+from megasao.environments.options import nearest, read_options
 from megasao.environments.rows import load_problems
+from megasao.environments.swebench.environment import SwebenchEnvironment, SwebenchOptions
+from megasao.environments.swebench.rows import load_instances
 from megasao.environments.verifiers.pool import VerifierPool
+
+BenchmarkEnvironment = MathEnvironment | SwebenchEnvironment
 
 
 @dataclass(frozen=True)
 class BackgroundBenchmark:
-    """One benchmark of a run. ``environment`` has its problems as the eval split."""
+    """One benchmark of a run. ``environment`` has its problems as the eval split, ``limits`` those of a response."""
 
-    environment: MathEnvironment
+    environment: BenchmarkEnvironment
+    limits: EnvironmentConfig
     samples: int
 
     @property
@@ -33,10 +38,13 @@ class BackgroundBenchmark:
         return number % self.environment.size("eval")
 
 
-def benchmark_environment(config: Config, benchmark: Benchmark, pool: VerifierPool) -> MathEnvironment:
-    """Its problems as the eval split. ValueError where its file cannot be had or read."""
+def benchmark_environment(config: Config, benchmark: Benchmark, pool: VerifierPool) -> BenchmarkEnvironment:
+    """Its problems as the eval split. ValueError where its file cannot be had or read, or there is no sandbox."""
     settings = config.benchmarks
     data = locate(benchmark.name, settings.data, settings.sources)
+    if benchmark.answer == "tests":
+        instances = load_instances(data)[: settings.problems]
+        return SwebenchEnvironment(_swebench_options(config), {"train": [], "eval": instances})
     problems = load_problems(data)[: settings.problems]
     options = MathOptions(data=str(data), template=benchmark.template, chat=settings.chat, answer=benchmark.answer)
     return MathEnvironment(options, {"train": [], "eval": problems}, pool)
@@ -52,12 +60,23 @@ def background_benchmarks(config: Config) -> dict[str, BackgroundBenchmark]:
             guess = nearest(name, known)
             raise ValueError(f"evaluation.benchmarks: no benchmark {name!r}{guess}; there are {', '.join(known)}")
         benchmark = BENCHMARKS[name]
-        environment = benchmark_environment(config, benchmark, pool)
-        found[name] = BackgroundBenchmark(environment, config.benchmarks.samples or benchmark.samples)
+        environment, limits = benchmark_environment(config, benchmark, pool), benchmark_limits(config, benchmark)
+        found[name] = BackgroundBenchmark(environment, limits, config.benchmarks.samples or benchmark.samples)
     return found
 
 
-def benchmark_limits(config: Config) -> EnvironmentConfig:
-    """One turn of up to ``benchmarks.max_tokens``, prompt included."""
+def benchmark_limits(config: Config, benchmark: Benchmark) -> EnvironmentConfig:
+    """Its turns, in up to ``benchmarks.max_tokens`` with the prompt."""
     longest = config.benchmarks.max_tokens
-    return EnvironmentConfig(name="math", max_turns=1, max_tokens=longest, max_turn_tokens=longest)
+    return EnvironmentConfig(name="math", max_turns=benchmark.turns, max_tokens=longest, max_turn_tokens=longest)
+
+
+def _swebench_options(config: Config) -> SwebenchOptions:
+    given = config.benchmarks.swebench
+    taken = sorted({"data", "eval_data", "chat"} & set(given))
+    if taken:
+        raise ValueError(f"benchmarks.swebench.{taken[0]}: the benchmark has its own; use benchmarks.sources or .chat")
+    try:
+        return read_options(SwebenchOptions, {**given, "chat": config.benchmarks.chat}, owner="swebench")
+    except ValueError as error:
+        raise ValueError(str(error).replace("environment.options.", "benchmarks.swebench.", 1)) from error

@@ -6,6 +6,7 @@ Invariant: the table in docs/evaluation.md is the one that ``markdown_table`` wr
 from dataclasses import dataclass
 
 from megasao.environments.mathematics import BOXED_PROMPT
+from megasao.environments.swebench.environment import NOTE
 
 SAO = "arXiv 2607.07508"
 ASYMPO = "arXiv 2606.03070"
@@ -13,7 +14,10 @@ ASYMPO = "arXiv 2606.03070"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """``published``: its data set at Hugging Face; ``samples``: responses a problem; ``setup``: where that stands."""
+    """``published``: its data set at Hugging Face; ``samples``: responses a problem; ``setup``: where that stands.
+
+    ``answer``: where it is found in a response, or ``tests``: hidden tests judge the work of up to ``turns`` turns.
+    """
 
     name: str
     published: str
@@ -21,6 +25,7 @@ class Benchmark:
     setup: str
     answer: str = "boxed"
     template: str = BOXED_PROMPT
+    turns: int = 1
 
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -35,13 +40,18 @@ BENCHMARKS: dict[str, Benchmark] = {
         Benchmark("aime24", "HuggingFaceH4/aime_2024", 8, ASYMPO),
         Benchmark("amc23", "math-ai/amc23", 8, ASYMPO),
         Benchmark("minerva", "math-ai/minervamath", 8, ASYMPO),
+        Benchmark("swebench_verified", "princeton-nlp/SWE-bench_Verified", 16, SAO, "tests", NOTE, 300),
     )
 }
 
 
 def markdown_table() -> str:
     """One line a benchmark."""
-    lines = ["| name | published as | samples | T, top-p | answer | set-up of |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| name | published as | samples | turns | T, top-p | answer | set-up of |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for one in BENCHMARKS.values():
-        lines.append(f"| {one.name} | {one.published} | {one.samples} | 1, 1 | {one.answer} | {one.setup} |")
+        numbers = f"{one.samples} | {one.turns} | 1, 1"
+        lines.append(f"| {one.name} | {one.published} | {numbers} | {one.answer} | {one.setup} |")
     return "\n".join(lines)

@@ -33,8 +33,12 @@ def wrap(
     writable_bytes: int,
     read_only: Sequence[str] = (),
     environment: Sequence[tuple[str, str]] = (),
+    as_init: bool = False,
 ) -> list[str]:
-    """``command`` in a sandbox, to be started with ``identity()``; it begins in the empty directory WORKSPACE."""
+    """``command`` in a sandbox, to be started with ``identity()``; it begins in the empty directory WORKSPACE.
+
+    ``as_init``: it is the first process there, which nothing in the sandbox can kill; it must reap what it is left.
+    """
     size = str(writable_bytes)
     mounts = ["--ro-bind", "/usr", "/usr"]
     for link, target in (("/bin", "usr/bin"), ("/sbin", "usr/sbin"), ("/lib", "usr/lib"), ("/lib64", "usr/lib64")):
@@ -49,6 +53,7 @@ def wrap(
     return [
         shutil.which("bwrap") or "bwrap",
         "--unshare-all",
+        *(["--as-pid-1"] if as_init else []),
         "--die-with-parent",
         "--new-session",
         "--cap-drop",

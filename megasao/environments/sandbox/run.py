@@ -21,6 +21,7 @@ import psutil
 
 from megasao.environments.base import EnvironmentFailure
 from megasao.environments.sandbox import bubblewrap
+from megasao.environments.sandbox.limits import SandboxLimits
 from megasao.environments.sandbox.workspace import pack
 
 Kind = Literal["bubblewrap", "none"]
@@ -37,23 +38,6 @@ code=$?
 tar -cf - . 2>/dev/null
 exit $code
 """
-
-
-@dataclass(frozen=True)
-class SandboxLimits:
-    """Of one command. ``memory_bytes`` holds for each process and for all together."""
-
-    time_s: float = 10.0
-    memory_bytes: int = 512 << 20
-    processes: int = 64
-    file_bytes: int = 64 << 20
-    workspace_bytes: int = 256 << 20
-    output_bytes: int = 64 << 10
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 < value < float("inf"):
-                raise ValueError(f"sandbox {name}: expected more than 0, got {value}")
 
 
 @dataclass(frozen=True)
@@ -161,7 +145,7 @@ class Sandbox:
                 return None
             if time.monotonic() >= deadline:
                 return "time"
-            if _memory_of(process.pid) > self.limits.memory_bytes:
+            if memory_of(process.pid) > self.limits.memory_bytes:
                 return "memory"
 
 
@@ -182,7 +166,7 @@ async def _read(stream: asyncio.StreamReader, limit: int) -> tuple[bytes, bool]:
     return bytes(kept), cut
 
 
-def _memory_of(pid: int) -> int:
+def memory_of(pid: int) -> int:
     """Resident bytes of a process and all it started."""
     total = 0
     with contextlib.suppress(psutil.Error):
