@@ -253,6 +253,8 @@ def slurm(
     from megasao.config.load import load_config
     from megasao.slurm.command import describe
 
+    if arguments and header:
+        raise UserError("slurm: --arguments and --header show the same in two forms; give one of them")
     config = load_config(config_file, overrides or [])
     typer.echo(describe(config, "arguments" if arguments else "header" if header else "plan"))
 

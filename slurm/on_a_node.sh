@@ -19,8 +19,8 @@ on_a_node() {
     set +a
     [ -x "${MEGASAO_PYTHON:-}" ] || fail "$site: MEGASAO_PYTHON=${MEGASAO_PYTHON:-} is no program on $(uname -n)"
     if [ -n "${SLURM_JOB_ID:-}" ]; then
-        # Words as a shell would read them, as everywhere for these two variables.
-        eval "arguments=(${MEGASAO_SRUN_ARGS:-})"
+        # Words as a shell would read them, as everywhere for these variables.
+        eval "arguments=(${MEGASAO_SRUN_ARGS:-} ${MEGASAO_STEP_COMMAND:-})"
         exec srun --nodes=1 --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --input=none --unbuffered \
             "${arguments[@]}" "${MEGASAO_STEP_PYTHON:-$MEGASAO_PYTHON}" -P -m megasao "$command" "$@"
     fi

@@ -362,6 +362,9 @@ def sglang(config: "Config") -> Iterator[Problem]:
             yield Problem(
                 f"rollout.sglang.server_args.{name}", "is set by megasao from the rest of the config; leave it"
             )
+    for name in options.wrong_sizes():
+        reason = f"expected a whole number above 0, got {options.server_args[name]!r}"
+        yield Problem(f"rollout.sglang.server_args.{name}", f"{reason}: the GPUs of a server are counted by it")
     context = options.server_args.get("context_length")
     if isinstance(context, int) and context < longest + CONTEXT_SLACK:
         reason = f"{context} positions are too few for environment.max_tokens = {longest}"

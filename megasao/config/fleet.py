@@ -88,7 +88,7 @@ def fleet_layout(config: "Config") -> FleetLayout | None:
 def fleet_problems(config: "Config") -> Iterator[Problem]:
     """Why the servers do not lie evenly on their nodes, or lack GPUs there."""
     fleet, options = fleet_layout(config), config.slurm
-    if fleet is None or options is None:
+    if fleet is None or options is None or config.rollout.sglang.wrong_sizes():
         return
     if config.rollout.sglang.first_port is not None:
         reason = "the nodes of a Slurm job say which of their ports are free; leave it null"

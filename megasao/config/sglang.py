@@ -26,6 +26,10 @@ CONTEXT_SLACK = 16
 """SGLang keeps a few positions of its context length for itself; without them it would cut long requests short."""
 
 
+SIZES = ("tp_size", "pp_size", "dp_size")
+"""Server arguments that say how many GPUs a server has."""
+
+
 class SGLangConfig(Section):
     """SGLang servers, started and watched by the launcher, driven over HTTP with token ids."""
 
@@ -62,7 +66,12 @@ class SGLangConfig(Section):
         copies = 1 if self.server_args.get("enable_dp_attention") else self._number("dp_size")
         return self._number("tp_size") * self._number("pp_size") * copies
 
+    def wrong_sizes(self) -> list[str]:
+        """Those of ``SIZES`` that are given and are no whole number above 0."""
+        given = {name: self.server_args[name] for name in SIZES if name in self.server_args}
+        return [name for name, value in given.items() if type(value) is not int or value < 1]
+
     def _number(self, name: str) -> int:
-        """A server argument that counts something, 1 where it is not given; SGLang itself says if it is no number."""
-        value = self.server_args.get(name)
-        return value if isinstance(value, int) and value > 0 else 1
+        """One of ``SIZES``, 1 where it is not given, or is none (which is refused at load)."""
+        value = self.server_args.get(name, 1)
+        return 1 if name in self.wrong_sizes() else int(value)

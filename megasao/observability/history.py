@@ -11,7 +11,7 @@ from megasao.config.errors import UserError
 from megasao.config.rundir import RunDirectory
 from megasao.observability.jsonl import read_rows
 
-Happening = Literal["started", "leaving", "requeued", "finished", "failed", "stopped"]
+Happening = Literal["started", "requeued", "finished", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,25 @@ def read_history(run: RunDirectory) -> list[Event]:
 
 def latest_step(run: RunDirectory) -> int | None:
     """Steps that the latest checkpoint holds; None without one. UserError for a pointer that names none."""
+    directory = latest_directory(run)
+    return None if directory is None else step_of(directory)
+
+
+def latest_directory(run: RunDirectory) -> Path | None:
+    """What the pointer names, whether it is there or not; None without one. UserError if it names no checkpoint."""
     pointer = run.checkpoints / "latest"
     if not pointer.exists():
         return None
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-    step = name.removeprefix("step_")
-    if not (step.isascii() and step.isdigit()):
+    if step_of(directory := run.checkpoints / name) is None:
         raise UserError(
             f"{pointer} names {name!r}, which is no checkpoint (step_000050, say); point it at a directory of "
             f"{run.checkpoints}, or remove it"
         )
-    return int(step)
+    return directory
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step in a checkpoint's name; None for another name."""
+    step = checkpoint.name.removeprefix("step_")
+    return int(step) if step.isascii() and step.isdigit() else None

@@ -5,14 +5,16 @@ Invariants (tests assert them):
 - a number that is not known is shown as missing, never as 0.
 """
 
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from megasao.config import Config
-from megasao.config.rundir import RunDirectory
+from megasao.config.rundir import RunDirectory, all_engine_names
 from megasao.observability.formats import MISSING, count, duration, number, share
-from megasao.observability.history import latest_step, read_history
+from megasao.observability.history import latest_directory, read_history, step_of
 from megasao.observability.jsonl import Row
 from megasao.observability.record import RunRecord, column, exclusions, load_record, mean
 
@@ -39,6 +41,7 @@ def _lines(run: RunDirectory, config: Config, now: float) -> Iterator[str]:
     yield f"throughput  {_throughput(recent)}"
     yield f"staleness   {_staleness(recent, config)}"
     yield f"rollouts    {_rollouts(record.controller[-1] if record.controller else {}, config, now)}"
+    yield f"engines     {_engines(run, config, now)}"
     yield f"checkpoint  {_checkpoint(run, now)}"
     yield f"processes   {_processes(run, now)}"
     yield f"excluded    {_excluded(record)}"
@@ -85,11 +88,29 @@ def _rollouts(row: Row, config: Config, now: float) -> str:
     )
 
 
+def _engines(run: RunDirectory, config: Config, now: float) -> str:
+    """Those of SGLang are processes of their own; the embedded ones are part of the rollout workers."""
+    names, kind = all_engine_names(config), "SGLang servers"
+    if not names:
+        names, kind = [f"rollout-{index}" for index in range(config.rollout.workers)], "embedded in rollout workers"
+    restarts = Counter(re.findall(r"restarting (\S+) \(\d+ of \d+\)", _launcher_log(run)))
+    again = [f"{name} started again {restarts[name]}x" for name in names if restarts[name]]
+    beats = [run.heartbeat(name) for name in names]
+    alive = sum(beat.exists() and now - beat.stat().st_mtime < _ALIVE_S for beat in beats)
+    return "; ".join([f"{alive} of {len(names)} {kind} show signs of life", *again])
+
+
 def _checkpoint(run: RunDirectory, now: float) -> str:
-    step = latest_step(run)
-    if step is None:
+    directory = latest_directory(run)
+    if directory is None:
         return "none yet"
-    return f"step {step}, {duration(now - (run.checkpoints / 'latest').stat().st_mtime)} ago"
+    if (directory / "COMPLETE").exists():
+        return f"step {step_of(directory)}, {duration(now - (run.checkpoints / 'latest').stat().st_mtime)} ago"
+    what = "is not complete" if directory.is_dir() else "is not there"
+    complete = [step_of(file.parent) for file in run.checkpoints.glob("step_*/COMPLETE")]
+    newest = max((step for step in complete if step is not None), default=None)
+    instead = "no other is complete" if newest is None else f"the newest that is complete is step {newest}"
+    return f"none to go on from: checkpoints/latest names {directory.name}, which {what}; {instead}"
 
 
 def _processes(run: RunDirectory, now: float) -> str:
@@ -113,7 +134,11 @@ def _excluded(record: RunRecord) -> str:
 
 def _errors(run: RunDirectory) -> list[str]:
     """What the launcher had to say, and failed jobs, the newest last."""
-    log = run.logs / "launcher.log"
-    said = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    said = _launcher_log(run).splitlines()
     failed = [f"job {event.job} failed: {event.detail}" for event in read_history(run) if event.event == "failed"]
     return [*said[-ERRORS:], *failed[-ERRORS:]]
+
+
+def _launcher_log(run: RunDirectory) -> str:
+    log = run.logs / "launcher.log"
+    return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""

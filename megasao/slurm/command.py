@@ -25,6 +25,7 @@ EXAMPLE = Site(
     ipv6=False,
     sbatch_args=(),
     srun_args=(),
+    step_command=(),
     export=(),
 )
 """Where no site.env was read."""

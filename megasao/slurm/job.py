@@ -26,7 +26,7 @@ from megasao.slurm.allocation import Allocation, read_allocation, refuse_what_do
 from megasao.slurm.check import check_nodes, endpoints_of, meeting_ports, with_servers
 from megasao.slurm.plan import ROLLOUT, JobPlan, plan_job, slurm_section
 from megasao.slurm.report import NodeReport
-from megasao.slurm.site import Site, read_site
+from megasao.slurm.site import Site, read_site, refuse_missing_plugin
 from megasao.slurm.stages import LeaveSignal, SlurmRun
 from megasao.slurm.steps import Steps, absolute
 
@@ -54,6 +54,7 @@ class Job:
         """The job that this process runs in. UserError if it does not fit ``config``, or the site cannot be."""
         site, plan = read_site(environment), plan_job(config)
         allocation = read_allocation(environment)
+        refuse_missing_plugin(site, slurm_command("srun", "--help"))
         refuse_what_does_not_fit(plan, allocation, remedy=REMEDY)
         config = config.model_copy(update={"transport": config.transport.model_copy(update={"curve": True})})
         run = absolute(Path(config.run.directory) / config.run.name)

@@ -4,6 +4,7 @@ Invariant: a report is written whatever is wrong, as long as the run directory i
 exception that a broken node could cause.
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -27,6 +29,8 @@ from megasao.slurm.report import PORTS, SGLANG, Expected, NodeReport, expected_p
 
 LEAST_FILES = 1024
 """Open files that a process must be allowed: sockets of a large world."""
+_IMPORTED_TOO = ("numpy", "safetensors", "tokenizers", "jinja2", "triton", "transformer-engine", "deep-ep")
+"""Beside what `megasao info` shows; where there is none of a package on any node, that is the same too."""
 Value = TypeVar("Value")
 _FAMILIES = {False: socket.AF_INET, True: socket.AF_INET6}
 
@@ -55,7 +59,10 @@ def check_node(run: RunDirectory, component: int) -> NodeReport:
         clock_s=_found(problems, lambda: clock_offset_s(run), 0.0),
         problems=[*problems, *_limits(), *_torch(component, expected.gpus[component])],
     )
-    write_report(run, report)
+    try:
+        write_report(run, report)
+    except OSError as error:
+        raise UserError(f"{node_name()} cannot write into the run directory: {error}") from error
     return report
 
 
@@ -82,9 +89,18 @@ def node_name() -> str:
 
 
 def facts() -> dict[str, str]:
-    """What must be the same on every node: the versions of Python and of what a role imports."""
+    """What must be the same on every node: versions of Python and of what a role imports, and the operators' file."""
     found = {"megasao": megasao.__version__, "python": platform.python_version()}
-    return found | {name: _version(name) for name in PACKAGES}
+    found |= {name: _version(name) for name in (*PACKAGES, *_IMPORTED_TOO)}
+    return found | {"compiled operators": _digest(Path(megasao.__file__).with_name("_fused.abi3.so"))}
+
+
+def _digest(file: Path) -> str:
+    """The first digits of a file's checksum."""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    except FileNotFoundError:
+        return "not built"
 
 
 def interface_address(interface: str, *, ipv6: bool) -> str:

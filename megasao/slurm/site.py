@@ -7,6 +7,7 @@ import difflib
 import os
 import re
 import shlex
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ KNOWN = {
     "MEGASAO_ADDRESS_FAMILY": "ipv4 or ipv6",
     "MEGASAO_SBATCH_ARGS": "more arguments of sbatch, of every component",
     "MEGASAO_SRUN_ARGS": "more arguments of every srun",
+    "MEGASAO_STEP_COMMAND": "what runs the step's Python in a container, in front of it",
     "MEGASAO_EXPORT": "more variables that steps get from this environment",
     "MEGASAO_SITE": "another file than slurm/site.env",
     "MEGASAO_HOME": "the directory of the repository",
@@ -44,6 +46,7 @@ class Site:
     ipv6: bool
     sbatch_args: tuple[str, ...]
     srun_args: tuple[str, ...]
+    step_command: tuple[str, ...]
     export: tuple[str, ...]
 
 
@@ -68,8 +71,21 @@ def read_site(environment: Mapping[str, str] = os.environ) -> Site:
         ipv6=optional("ADDRESS_FAMILY") == "ipv6",
         sbatch_args=tuple(shlex.split(optional("SBATCH_ARGS") or "")),
         srun_args=tuple(shlex.split(optional("SRUN_ARGS") or "")),
+        step_command=tuple(shlex.split(optional("STEP_COMMAND") or "")),
         export=tuple((optional("EXPORT") or "").split()),
     )
+
+
+def refuse_missing_plugin(site: Site, srun_help: str) -> None:
+    """UserError where steps are to run in containers of a plugin (pyxis) whose options ``srun --help`` lacks."""
+    asked = [word.partition("=")[0] for word in site.srun_args if word.startswith("--container-")]
+    known = set(re.findall(r"--container-[a-z-]+", srun_help))
+    if unknown := [option for option in asked if option not in known]:
+        raise UserError(
+            f"MEGASAO_SRUN_ARGS: srun on {socket.gethostname()} does not know {', '.join(unknown)}: the plugin pyxis "
+            "is not installed here, or not named in Slurm's plugstack.conf. Without it a container is started by "
+            "MEGASAO_STEP_COMMAND"
+        )
 
 
 def _problems(environment: Mapping[str, str]) -> list[str]:
@@ -87,7 +103,7 @@ def _problems(environment: Mapping[str, str]) -> list[str]:
     family = environment.get("MEGASAO_ADDRESS_FAMILY") or "ipv4"
     if family not in ("ipv4", "ipv6"):
         found.append(f"MEGASAO_ADDRESS_FAMILY: expected ipv4 or ipv6, got {family!r}")
-    for name in ("MEGASAO_SBATCH_ARGS", "MEGASAO_SRUN_ARGS"):
+    for name in ("MEGASAO_SBATCH_ARGS", "MEGASAO_SRUN_ARGS", "MEGASAO_STEP_COMMAND"):
         try:
             shlex.split(environment.get(name, ""))
         except ValueError as error:

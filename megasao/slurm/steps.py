@@ -7,6 +7,7 @@ Invariants (tests assert them):
 """
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,7 +101,7 @@ class Steps:
         roles += [self.controller(), *(self.rollout(index) for index in range(self.config.rollout.workers))]
         roles += [self.engine(index) for index in range(len(all_engine_names(self.config)))]
         roles += [self.world(stage, "", 0) for stage in worlds_of(self.config)]
-        return [" ".join(role.command) for role in roles]
+        return [" ".join(_quoted(word) for word in role.command) for role in roles]
 
     @property
     def _options(self) -> SlurmConfig:
@@ -140,7 +141,7 @@ class Steps:
         own = {key: value for key, value in self.environment.items() if not key.startswith("SLURM_MEM_PER_")}
         return Role(
             name=name,
-            command=[*srun, *command],
+            command=[*srun, *self.site.step_command, *command],
             log=self.run.logs / f"{name}.log",
             env={**own, **exported},
             heartbeat=self.run.heartbeat(heartbeat) if heartbeat is not None else None,
@@ -167,6 +168,11 @@ def socket_environment(site: Site) -> dict[str, str]:
 def absolute(path: Path) -> RunDirectory:
     """The run directory by the name that is the same in every step."""
     return RunDirectory(Path(os.path.abspath(path)))
+
+
+def _quoted(word: str) -> str:
+    """As a shell would read it; variables stay variables."""
+    return word if "$" in word else shlex.quote(word)
 
 
 def _gpus(count: int) -> list[str]:

@@ -48,8 +48,10 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     write(run.metrics / "controller.jsonl", {"step": 7, "time": NOW - 1, **counters})
     write(run.checkpoints / "latest")
     (run.checkpoints / "latest").write_text("step_000005")
+    (run.checkpoints / "step_000005").mkdir()
+    (run.checkpoints / "step_000005" / "COMPLETE").touch()
     os.utime(run.checkpoints / "latest", (NOW - 120, NOW - 120))
-    for name, age in (("trainer-0", 1), ("rollout-10", 400), ("rollout-9", 2)):
+    for name, age in (("trainer-0", 1), ("rollout-10", 400), ("rollout-9", 2), ("rollout-1", 3)):
         run.heartbeat(name).parent.mkdir(exist_ok=True)
         run.heartbeat(name).touch()
         os.utime(run.heartbeat(name), (NOW - age, NOW - age))
@@ -64,7 +66,8 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     assert shown["staleness"] == "mean 1.50, most 3, bound 4 versions"
     assert shown["rollouts"] == "1 of 2 workers, 30 episodes under way, 5 trajectories waiting, 1 s ago"
     assert shown["checkpoint"] == "step 5, 2:00 ago" and latest_step(run) == 5
-    assert shown["processes"] == "2 of 3 show signs of life; rollout-10 silent for 6:40"
+    assert shown["engines"] == "1 of 2 embedded in rollout workers show signs of life; rollout-0 started again 1x"
+    assert shown["processes"] == "3 of 4 show signs of life; rollout-10 silent for 6:40"
     assert shown["excluded"] == "dropped/stale/calculator 4"
     assert shown["errors"].startswith("rollout-0: exit code 1")
     assert shown["job"].startswith("17: started") and shown["job"].endswith("start 1 of the run, on 2 nodes")
@@ -78,6 +81,35 @@ def test_the_history_survives_a_torn_line(tmp_path: Path, caplog: pytest.LogCapt
     record(run, "stopped", job="1", restart=0, nodes=["a"])
     assert [(event.event, event.step) for event in read_history(run)] == [("started", None), ("stopped", None)]
     assert "cut off" in caplog.text
+
+
+def test_a_checkpoint_that_is_gone_is_not_shown_as_one(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.checkpoints.mkdir()
+    (run.checkpoints / "latest").write_text("step_000005")
+    begin = "none to go on from: checkpoints/latest names step_000005, which is not"
+    assert lines(run)["checkpoint"] == f"{begin} there; no other is complete"
+    for step in (2, 3, 5):
+        (run.checkpoints / f"step_{step:06d}").mkdir()
+        (run.checkpoints / f"step_{step:06d}" / "COMPLETE").touch()
+    (run.checkpoints / "step_000005" / "COMPLETE").unlink()
+    assert lines(run)["checkpoint"] == f"{begin} complete; the newest that is complete is step 3"
+    (run.checkpoints / "step_000005" / "COMPLETE").touch()
+    assert lines(run)["checkpoint"].startswith("step 5, ")
+
+
+def test_servers_are_counted_apart(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.heartbeat("x").parent.mkdir()
+    for name, age in (("engine-0-0", 1), ("engine-0-evaluation", 400), ("rollout-0", 1)):
+        run.heartbeat(name).touch()
+        os.utime(run.heartbeat(name), (NOW - age, NOW - age))
+    run.logs.mkdir()
+    said = "".join(f"engine-0-0: exit code 1; restarting engine-0-0 ({number} of 3)\n" for number in (1, 2))
+    (run.logs / "launcher.log").write_text(f"{said}engine-0-00: exit code 1; restarting engine-0-00 (1 of 3)\n")
+    config = load_config(LAPTOP, ["rollout.engine=sglang", "rollout.workers=1"])
+    shown = describe_status(run, config, now=NOW)
+    assert "engines     1 of 2 SGLang servers show signs of life; engine-0-0 started again 2x\n" in shown
 
 
 @pytest.mark.parametrize("pointer", [b"hello", b"\xff\xfe", b""])

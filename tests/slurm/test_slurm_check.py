@@ -4,11 +4,16 @@ import dataclasses
 import json
 import os
 import resource
+import shutil
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import zmq
 
@@ -18,6 +23,7 @@ from megasao.config.rundir import RunDirectory
 from megasao.launch.world import world_of_srun
 from megasao.ops import extension
 from megasao.rollout.server import own_part
+from megasao.slurm import node
 from megasao.slurm.check import LARGEST_SKEW_S, endpoints_of, meeting_ports, problems_of, with_servers
 from megasao.slurm.node import LEAST_FILES, check_node, interface_address
 from megasao.slurm.report import Expected, NodeReport, expected_path, read_reports
@@ -45,6 +51,7 @@ def test_a_good_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.problems == [] and (report.node, report.component, report.index) == ("n7", 1, 3)
     assert report.address == "127.0.0.1" and len(set(report.ports)) == 5 and abs(report.clock_s) < LARGEST_SKEW_S
     assert report.facts["torch"] not in ("", "not installed")
+    assert (report.facts["compiled operators"] == "not built") is not extension.FILE.is_file()
     assert read_reports(run, "abc") == [report]
     assert read_reports(run, "of another launch") == []
     assert sorted(file.name for file in (tmp_path / "nodes").iterdir()) == ["1-n7.json", "expected.json"]
@@ -61,6 +68,15 @@ def test_a_bad_node_says_why_and_still_reports(tmp_path: Path, changes: dict[str
     run = ask(tmp_path, dataclasses.replace(GOOD, **changes))  # type: ignore[arg-type]
     assert [reason in problem for problem in check_node(run, 1).problems] == [True]
     assert len(read_reports(run, "abc")) == 1
+
+
+def test_a_damaged_file_of_operators_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged = tmp_path / "_fused.abi3.so"
+    damaged.write_bytes(b"\x7fELF and nothing more")
+    monkeypatch.setattr(extension, "FILE", damaged)
+    monkeypatch.setattr(extension, "load_extension", extension.load_extension.__wrapped__)
+    [problem] = check_node(ask(tmp_path), 1).problems
+    assert problem.startswith("the compiled operators do not load: ") and damaged.name in problem
 
 
 def test_operators_of_another_version_are_a_problem_and_no_crash(
@@ -91,14 +107,57 @@ def test_too_few_open_files(tmp_path: Path) -> None:
         assert any("ulimit -n" in problem for problem in check_node(ask(tmp_path), 0).problems)
 
 
+def test_too_few_free_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megasao.launch.ports._TRIES", 3)
+    [problem] = check_node(ask(tmp_path), 0).problems
+    assert problem.startswith("only ") and "of 5 free ports found on 127.0.0.1" in problem
+
+
+def test_a_clock_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = check_node(ask(tmp_path), 0)
+    now = time.time
+    monkeypatch.setattr(node.time, "time", lambda: now() + 100.0)
+    wrong = check_node(ask(tmp_path), 1)
+    assert 95 < wrong.clock_s < 110 and abs(right.clock_s) < LARGEST_SKEW_S
+    others = [dataclasses.replace(right, node="a"), dataclasses.replace(right, node="b")]
+    [problem] = problems_of([*others, wrong])
+    assert problem.startswith(f"{wrong.node}: its clock differs by ")
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """On a real read-only mount."""
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    run = ask(tmp_path)
+    check = [sys.executable, "-m", "megasao", "slurm-node", "--run", str(run.path), "--component", "0"]
+    environment = {**os.environ, "SLURMD_NODENAME": "n7", "COLUMNS": "300"}
+    done = []
+    for mount in ("--ro-bind", "--bind"):
+        command = ["bwrap", "--dev-bind", "/", "/", mount, str(run.path), str(run.path), *check]
+        done.append(subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60))
+    assert (done[0].returncode, done[1].returncode) == (2, 0), done
+    assert "n7 cannot write into the run directory: " in done[0].stderr and "Read-only" in done[0].stderr
+    assert done[1].stdout == "n7: as it should be\n"
+
+
 def test_a_directory_that_is_not_shared_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not on a file system that all nodes share"):
         check_node(RunDirectory(tmp_path), 0)
 
 
-def test_an_interface_that_is_down_or_lacks_the_family_is_named() -> None:
+def test_an_interface_that_is_down_or_lacks_the_family_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="no network interface"):
         interface_address("nothing0", ipv6=False)
+    for name, state in psutil.net_if_stats().items():
+        if not state.isup and name in psutil.net_if_addrs():
+            with pytest.raises(OSError, match=f"the network interface '{name}' is down"):
+                interface_address(name, ipv6=False)
+    only_ipv4 = {"lo": [entry for entry in psutil.net_if_addrs()["lo"] if entry.family == socket.AF_INET]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: only_ipv4)
+    assert interface_address("lo", ipv6=False) == "127.0.0.1"
+    with pytest.raises(OSError, match="the network interface 'lo' has no IPv6 address"):
+        interface_address("lo", ipv6=True)
+    monkeypatch.undo()
     if os.path.exists("/proc/net/if_inet6"):
         assert interface_address("lo", ipv6=True) == "::1"
 
@@ -114,11 +173,18 @@ def reports(**changes: object) -> list[NodeReport]:
     return good
 
 
+def replace_fact(node: NodeReport, name: str, value: str) -> NodeReport:
+    return dataclasses.replace(node, facts={**node.facts, name: value})
+
+
 def test_nodes_that_differ_are_named() -> None:
     assert problems_of(reports()) == []
     other = {"python": "3.11.7", "msgspec": "0.18.0"}
     assert problems_of(reports(facts=other)) == ["n1: msgspec 0.18.0, but 0.19.0 on 2 of 3 nodes"]
     assert problems_of(reports(facts={"python": "3.11.7"})) == ["n1: msgspec unknown, but 0.19.0 on 2 of 3 nodes"]
+    for name in ("python", "torch", "compiled operators"):
+        differs = [replace_fact(node, name, "a" if node.node == "n1" else "b") for node in reports()]
+        assert problems_of(differs) == [f"n1: {name} a, but b on 2 of 3 nodes"]
     assert problems_of(reports(clock_s=LARGEST_SKEW_S - 1)) == []
     assert problems_of(reports(clock_s=9.0)) == ["n1: its clock differs by 9.0 s from most others"]
     assert problems_of(reports(problems=["it is on fire"])) == ["n1: it is on fire"]

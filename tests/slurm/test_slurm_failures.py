@@ -12,6 +12,8 @@ from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.e2e
 
+CHECK_S = 30.0
+
 
 def test_a_trainer_that_dies_takes_the_job_down(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     config = jobs.write_config(tmp_path / "config.yaml", model, loop={"steps": 1000})
@@ -25,25 +27,45 @@ def test_a_trainer_that_dies_takes_the_job_down(cluster: Cluster, model: Path, t
     job.wait_until_gone()
 
 
-def test_a_node_with_another_package_is_named_before_anything_starts(
-    cluster: Cluster, model: Path, tmp_path: Path
-) -> None:
+def test_a_critic_that_dies_takes_the_job_down(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    """In a world of its own, on a node of its own: its log is the one that is shown."""
+    critic = {"placement": "separate", "parallel": {"ranks": 1}}
+    config = jobs.write_config(tmp_path / "config.yaml", model, loop={"steps": 1000}, critic=critic)
+    job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
+    job.wait_for_steps(1)
+    job.task("critic", SLURM_PROCID="0").send_signal(signal.SIGABRT)
+    job.wait_for("FAILED", "COMPLETED", "CANCELLED")
+    assert job.state == "FAILED" and job.events == ["started", "failed"], job.explain()
+    assert "Rank 0 died first; the last lines of" in job.output and "logs/critic-0.log" in job.output
+    assert "Fatal Python error: Aborted" in job.output, "the log's last lines are not in the job's output"
+    job.wait_until_gone()
+
+
+def test_bad_nodes_are_named_before_anything_starts(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    """One has another package; on another Python does not come to its first line, within a bound below a minute."""
     other = tmp_path / "other" / "msgspec-0.0.1.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: msgspec\nVersion: 0.0.1\n")
-    fault = cluster.root / "faults" / "n3"
-    fault.write_text(f"export PYTHONPATH={other.parent}:{jobs.ROOT}\n")
-    config = jobs.write_config(tmp_path / "config.yaml", model)
+    hang = tmp_path / "hang"
+    hang.mkdir()
+    (hang / "sitecustomize.py").write_text("import time\n\ntime.sleep(600)\n")
+    faults = {cluster.root / "faults" / "n3": other.parent, cluster.root / "faults" / "n4": hang}
+    for fault, directory in faults.items():
+        fault.write_text(f"export PYTHONPATH={directory}:{jobs.ROOT}\n")
+    config = jobs.write_config(tmp_path / "config.yaml", model, slurm={"check_timeout_s": CHECK_S})
     try:
         started = time.monotonic()
         job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
         job.wait_for("FAILED", "COMPLETED", "CANCELLED")
         assert time.monotonic() - started < 60 + jobs.QUEUE_S
     finally:
-        fault.unlink()
+        for fault in faults:
+            fault.unlink()
     assert job.state == "FAILED", job.explain()
-    assert f"n3: msgspec 0.0.1, but {msgspec.__version__} on 3 of 4 nodes" in job.output
-    assert not any(f"{node}: msgspec" in job.output for node in ("n1", "n2", "n4")), job.output
+    assert f"n3: msgspec 0.0.1, but {msgspec.__version__} on 2 of 3 nodes" in job.output
+    assert "n4: gave no report" in job.output
+    assert f"nodes-rollout: not ended within {CHECK_S:g} s" in job.output, job.output
+    assert not any(f"{node}: {what}" in job.output for node in ("n1", "n2") for what in ("msgspec", "gave no"))
     assert not list(job.run.logs.glob("trainer*")) and job.events == ["started", "failed"]
 
 

@@ -1,5 +1,6 @@
 """What a run asks of a cluster: rendered plans of the big configs, and what is refused."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from megasao.slurm.check import endpoints_of, meeting_ports
 from megasao.slurm.command import describe
 from megasao.slurm.plan import CRITIC, TRAINER, JobPlan, component_of, node_of_worker, plan_job
 from megasao.slurm.report import PORTS, NodeReport
-from megasao.slurm.site import read_site
+from megasao.slurm.site import read_site, refuse_missing_plugin
 from megasao.slurm.stages import host_of
 from tests.engines.sglang_server import needs_sglang, sglang_config
 
@@ -36,6 +37,44 @@ def test_the_rendered_plan_is_as_before(name: str, monkeypatch: pytest.MonkeyPat
     assert text + "\n" == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
     other = describe(load_config(f"configs/{name}.yaml", ["slurm.cpus_per_rank=3"]), "plan", {})
     assert other != text, "the plan does not show what a process gets"
+
+
+CONTAINERS = {
+    "pyxis": {
+        "MEGASAO_STEP_PYTHON": "/opt/megasao/bin/python",
+        "MEGASAO_SRUN_ARGS": "--container-image=/shared/megasao.sqsh --container-mounts=/shared:/shared",
+    },
+    "apptainer": {
+        "MEGASAO_STEP_PYTHON": "/opt/megasao/bin/python",
+        "MEGASAO_STEP_COMMAND": "apptainer exec --nv --bind /shared '/shared/the image.sif'",
+    },
+}
+
+
+@pytest.mark.parametrize("runtime", CONTAINERS)
+def test_the_steps_of_containers_are_as_before(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the files PYTHON and DIRECTORY stand for those of this test, which renews them with RENEW=1."""
+    monkeypatch.chdir(ROOT)
+    site = {**PYTHON, **CONTAINERS[runtime], "PATH": "/usr/bin", "MEGASAO_PARTITION": "gpu"}
+    text = describe(load_config("configs/qwen3_30b_a3b.yaml"), "plan", site)
+    outside = [line for line in text.splitlines() if sys.executable in line]
+    assert outside == [], "a step would run on the Python outside of the container"
+    golden = GOLDEN / f"qwen3_30b_a3b-{runtime}.txt"
+    if os.environ.get("RENEW"):
+        golden.write_text(text + "\n", encoding="utf-8")
+    assert text + "\n" == golden.read_text(encoding="utf-8")
+
+
+def test_a_missing_plugin_is_told_by_name() -> None:
+    site = read_site({**PYTHON, **CONTAINERS["pyxis"]})
+    builtin = "      --container=path        Path to OCI container bundle\n"
+    pyxis = "      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH\n      --container-mounts=SRC:DST[:FLAGS]\n"
+    refuse_missing_plugin(site, builtin + pyxis)
+    refuse_missing_plugin(read_site({**PYTHON, **CONTAINERS["apptainer"]}), builtin)
+    with pytest.raises(UserError, match=r"does not know --container-image, --container-mounts: the plugin pyxis"):
+        refuse_missing_plugin(site, builtin)
+    with pytest.raises(UserError, match=r"does not know --container-mounts: "):
+        refuse_missing_plugin(site, builtin + pyxis.splitlines()[0])
 
 
 def test_the_script_asks_for_the_nodes_of_its_default_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +151,9 @@ def test_where_a_separate_critic_is() -> None:
         (["rollout.sglang.server_args.tp_size=16", "plan.rollout_gpus=0"], "slurm.nodes_per_server"),
         (["plan.engine_gpus=4"], "plan.engine_gpus"),
         (["rollout.sglang.first_port=9000"], "rollout.sglang.first_port"),
+        (["rollout.sglang.server_args.tp_size=many"], "rollout.sglang.server_args.tp_size"),
+        (["rollout.sglang.server_args.dp_size=0"], "rollout.sglang.server_args.dp_size"),
+        (["rollout.sglang.server_args.pp_size=1.5"], "rollout.sglang.server_args.pp_size"),
         (["rollout.sglang.server_args.nnodes=2"], "rollout.sglang.server_args.nnodes"),
         (["rollout.sglang.server_args.api_key=mine"], "rollout.sglang.server_args.api_key"),
         (["plan.rollout_gpus=16"], "slurm.rollout_nodes"),
@@ -169,7 +211,7 @@ def test_every_server_has_its_place() -> None:
         ({"tp_size": 4, "pp_size": 2}, 8),
         ({"tp_size": 4, "dp_size": 2}, 8),
         ({"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}, 8),
-        ({"tp_size": "many"}, 1),
+        ({"tp_size": 8, "mem_fraction_static": "much"}, 8),
     ],
 )
 def test_gpus_of_a_server(server_args: dict[str, object], gpus: int) -> None:
@@ -240,6 +282,7 @@ def test_gpus_in_what_slurm_says(text: str, count: int) -> None:
         ({"MEGASAO_INTERFACE": ""}, "MEGASAO_INTERFACE is empty"),
         ({"MEGASAO_ADDRESS_FAMILY": "ipx"}, "expected ipv4 or ipv6"),
         ({"MEGASAO_SRUN_ARGS": "'x"}, "cannot be split"),
+        ({"MEGASAO_STEP_COMMAND": "env 'x"}, "cannot be split"),
         ({"MEGASAO_EXPORT": "A-B"}, "no name of a variable"),
     ],
 )
