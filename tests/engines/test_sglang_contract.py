@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("contract")
+pytest.register_assert_rewrite("contract", "expert_contract")
 
 from contract import *  # noqa: E402, F403
 from engine_checkpoints import MAX_TOTAL, make_checkpoint, moe_config  # noqa: E402
+from expert_contract import *  # noqa: E402, F403
 from sglang_harness import SGLangHarness  # noqa: E402
 from sglang_server import RunningServer, needs_sglang, sglang_config  # noqa: E402
 
@@ -27,6 +28,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         tmp_path_factory.mktemp("server"),
         sglang_config(pause="in_place", stream_interval=1),
         max_tokens=MAX_TOTAL,
+        routed_experts=True,
     )
     try:
         yield running.wait()
