@@ -266,9 +266,13 @@ def router_replay(config: "Config") -> Iterator[Problem]:
     """Engines record the experts, every pass of a layer sees its row, and Megatron's router asks for them."""
     if not config.actor.router_replay:
         return
-    if config.rollout.engine == "sglang":
-        reason = "the experts of SGLang's tokens are not recorded here; use rollout.engine = embedded"
-        yield Problem("actor.router_replay", reason)
+    servers = config.rollout.sglang.server_args if config.rollout.engine == "sglang" else {}
+    if servers.get("pp_size", 1) != 1:
+        reason = "actor.router_replay: SGLang tells the experts of its last stage only; use tp_size and ep_size"
+        yield Problem("rollout.sglang.server_args.pp_size", reason)
+    if servers.get("disaggregation_mode", "null") != "null":
+        reason = "actor.router_replay: a server that decodes does not know the experts of the prompt"
+        yield Problem("rollout.sglang.server_args.disaggregation_mode", reason)
     options = config.megatron.model
     modules = options.get("recompute_modules")
     if config.trainer.recompute == "selective" and isinstance(modules, list) and {"moe", "mlp"} & set(modules):

@@ -13,6 +13,7 @@ SET_BY_US = (
     "skip_tokenizer_init",
     "incremental_streaming_output",
     "stream_interval",
+    "enable_return_routed_experts",
     "weight_version",
     "api_key",
     "admin_api_key",

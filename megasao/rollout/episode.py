@@ -55,7 +55,7 @@ class Transcript:
             if not self.weight_versions or self.weight_versions[-1][1] != version:
                 self.weight_versions.append((first, version))
         if result.routed_experts is not None:
-            known = sum(map(len, self.routed_experts))
+            known = self.routed
             first = len(self.tokens) - 1 - len(result.routed_experts)
             assert first <= known, "an engine computes what follows the tokens that it computed before"
             self.routed_experts.append(result.routed_experts[known - first :])
@@ -66,6 +66,11 @@ class Transcript:
         if self.routed_experts:  # the engine never ran the last token: see ``routing``
             self.routed_experts.append(self.routed_experts[-1][-1:])
         self.observe(ids)
+
+    @property
+    def routed(self) -> int:
+        """How many tokens have their experts."""
+        return sum(map(len, self.routed_experts))
 
     @property
     def segment(self) -> list[int]:
@@ -235,11 +240,11 @@ class _Play:
         return True
 
     async def _generate(self, max_new_tokens: int) -> GenerateResult:
-        lease, number = self._lease, len(self._transcript.turn_starts)
+        lease, transcript, number = self._lease, self._transcript, len(self._transcript.turn_starts)
         request = GenerateRequest(
             request_id=f"{lease.lease_id}/{number}",
             session_id=self.session,
-            input_ids=tuple(self._transcript.segment),
+            input_ids=tuple(transcript.segment),
             sampling=SamplingParams(
                 temperature=lease.temperature,
                 max_new_tokens=max_new_tokens,
@@ -247,6 +252,7 @@ class _Play:
                 seed=turn_seed(lease.seed, number),
                 return_logprobs=lease.want_logprobs,
                 return_routed_experts=lease.want_routed_experts,
+                routed_experts_from=max(0, transcript.routed - transcript.segment_starts[-1]),
             ),
         )
         try:

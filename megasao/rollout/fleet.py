@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megasao.rollout.engines.base import Engine, EngineError, GenerateRequest, GenerateResult
+from megasao.rollout.engines.parts import ended, joined, nothing, rest_of
 from megasao.rollout.engines.sglang import RequestLost, SGLangEngine
 from megasao.rollout.engines.sglang_client import ServerUnreachable
 from megasao.rollout.engines.sglang_weights import WeightStaging
@@ -109,7 +110,7 @@ class Fleet(Engine):
             self._aborted.discard(request.request_id)
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
-        so_far = GenerateResult([], [] if request.sampling.return_logprobs else None, [], "abort")
+        so_far = nothing(request)
         losses: list[str] = []
         while len(losses) <= self._retries:
             replica = await self._place(request.session_id)
@@ -301,38 +302,6 @@ class Fleet(Engine):
 def preference(session_id: str, url: str) -> bytes:
     """How much an episode wants a server: the highest wins, and a server that goes moves only its own episodes."""
     return blake2b(f"{session_id}\n{url}".encode(), digest_size=8).digest()
-
-
-def rest_of(request: GenerateRequest, so_far: GenerateResult) -> GenerateRequest:
-    """What is left to generate of ``request``."""
-    done = so_far.output_ids
-    sampling = replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(done))
-    return replace(request, input_ids=[*request.input_ids, *done], sampling=sampling)
-
-
-def joined(so_far: GenerateResult, more: GenerateResult) -> GenerateResult:
-    """Two parts of one turn."""
-    spans = list(so_far.weight_versions)
-    for start, version in more.weight_versions:
-        if not spans or spans[-1][1] != version:
-            spans.append((len(so_far.output_ids) + start, version))
-    return GenerateResult(
-        output_ids=[*so_far.output_ids, *more.output_ids],
-        logprobs=None if so_far.logprobs is None else [*so_far.logprobs, *(more.logprobs or [])],
-        weight_versions=spans,
-        finish_reason=more.finish_reason,
-        metrics={
-            name: so_far.metrics.get(name, 0.0) + more.metrics.get(name, 0.0)
-            for name in {**so_far.metrics, **more.metrics}
-        },
-    )
-
-
-def ended(request: GenerateRequest, so_far: GenerateResult) -> Any:
-    """``stop`` or ``length`` if these tokens end the turn, though its server was lost before it said so."""
-    if so_far.output_ids and so_far.output_ids[-1] in request.sampling.stop_token_ids:
-        return "stop"
-    return "length" if len(so_far.output_ids) == request.sampling.max_new_tokens else None
 
 
 async def _errors(work: Any) -> list[EngineError | None]:

@@ -98,6 +98,7 @@ def start(run: RunDirectory, config: Config, part: Part) -> subprocess.Popen[byt
         host=address.hostname,
         port=address.port,
         max_tokens=config.environment.max_tokens,
+        routed_experts=config.actor.router_replay,
     )
     file = directory / "args.json"
     file.write_text(json.dumps({**arguments, **part.world}, indent=2), encoding="utf-8")

@@ -13,6 +13,7 @@ from tests.checkpoints import write_checkpoint
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
 BASE = ["loop.steps=160", "sft.steps=800"]
 TWO_SEGMENTS = ["environment.compaction.max_segments=2", "environment.compaction.summary_tokens=9"]
+DECODES = "rollout.sglang.server_args={disaggregation_mode: decode}"
 
 CASES = [
     (["loop.batch_size=1"], ["loop.batch_size=2"], "loop.batch_size", "critic cannot learn"),
@@ -134,10 +135,20 @@ CASES = [
         "without the row",
     ),
     (
-        ["actor.router_replay=true", "rollout.engine=sglang"],
-        ["actor.router_replay=true"],
-        "actor.router_replay",
-        "rollout.engine = embedded",
+        ["actor.router_replay=true", "rollout.engine=sglang", "rollout.sglang.server_args={pp_size: 2}"],
+        ["actor.router_replay=true", "rollout.engine=sglang", "rollout.sglang.server_args={tp_size: 2}"],
+        "rollout.sglang.server_args.pp_size",
+        "last stage only",
+    ),
+    (
+        [
+            "actor.router_replay=true",
+            "rollout.engine=sglang",
+            DECODES,
+        ],
+        ["rollout.engine=sglang", DECODES],
+        "rollout.sglang.server_args.disaggregation_mode",
+        "the experts of the prompt",
     ),
     (
         ["actor.router_replay=true", "megatron.model.moe_router_fusion=true"],

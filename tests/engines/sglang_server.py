@@ -52,14 +52,21 @@ class RunningServer:
     """A server in its own process group."""
 
     def __init__(
-        self, checkpoint: Path, directory: Path, config: SGLangConfig, *, max_tokens: int, port: int | None = None
+        self,
+        checkpoint: Path,
+        directory: Path,
+        config: SGLangConfig,
+        *,
+        max_tokens: int,
+        port: int | None = None,
+        **options: Any,
     ) -> None:
         port = free_ports(1)[0] if port is None else port
         self.port, self.url = port, f"http://127.0.0.1:{port}"
         self.log = directory / "server.log"
         architecture = make_served_directory(config, checkpoint, directory / "served")
         arguments = server_arguments(
-            config, served=directory / "served", host="127.0.0.1", port=port, max_tokens=max_tokens
+            config, served=directory / "served", host="127.0.0.1", port=port, max_tokens=max_tokens, **options
         )
         file = directory / "args.json"
         file.write_text(json.dumps(arguments))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("contract")
+pytest.register_assert_rewrite("contract", "expert_contract")
 
 from contract import *  # noqa: E402, F403
 from contract import LONG, LONG_TOLERANCE, TOLERANCE, make_request, prompt, until_generated, worst  # noqa: E402
@@ -19,6 +19,7 @@ from engine_checkpoints import (  # noqa: E402
     perturb,
     save_tensors,
 )
+from expert_contract import *  # noqa: E402, F403
 from sglang_harness import SGLangHarness  # noqa: E402
 from sglang_server import RunningServer, needs_sglang, sglang_config  # noqa: E402
 
@@ -39,6 +40,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         tmp_path_factory.mktemp("server"),
         sglang_config(pause="in_place", stream_interval=1),
         max_tokens=MAX_TOTAL,
+        routed_experts=True,
     )
     try:
         yield running.wait()

@@ -4,9 +4,11 @@ or is drained."""
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_checkpoints import (
     MAX_TOTAL,
@@ -17,11 +19,13 @@ from engine_checkpoints import (
     perturb,
     save_tensors,
 )
+from expert_contract import chosen_by_transformers
 from sglang_server import RunningServer, needs_sglang, sglang_config
 
 from megasao.rollout.engines.base import EngineError, GenerateRequest, GenerateResult, SamplingParams
+from megasao.rollout.engines.parts import joined, rest_of
 from megasao.rollout.engines.sglang import SGLangEngine
-from megasao.rollout.fleet import Fleet, joined, preference
+from megasao.rollout.fleet import Fleet, preference
 from megasao.weights.directory import prune
 from tests.weights.weight_world import Disk, opened, write_version
 
@@ -38,7 +42,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RunningServer]]:
     running = [
-        RunningServer(checkpoint, tmp_path_factory.mktemp("server"), CONFIG, max_tokens=MAX_TOTAL) for _ in range(2)
+        RunningServer(checkpoint, tmp_path_factory.mktemp("server"), CONFIG, max_tokens=MAX_TOTAL, routed_experts=True)
+        for _ in range(2)
     ]
     try:
         yield [server.wait() for server in running]
@@ -92,8 +97,11 @@ async def load(fleet: Fleet, version: int, tensors: Any) -> None:
     await fleet.commit_weights(version)
 
 
-def make_request(session: str, *, ids: list[int] = PROMPT, tokens: int = LONG) -> GenerateRequest:
-    return GenerateRequest(f"{session}/{len(ids)}", session, ids, SamplingParams(1.0, tokens, seed=5))
+def make_request(
+    session: str, *, ids: list[int] = PROMPT, tokens: int = LONG, experts: bool = False
+) -> GenerateRequest:
+    sampling = SamplingParams(1.0, tokens, seed=5, return_routed_experts=experts)
+    return GenerateRequest(f"{session}/{len(ids)}", session, ids, sampling)
 
 
 async def until_generated(fleet: Fleet, more: int) -> None:
@@ -126,6 +134,31 @@ def test_an_episode_stays_on_its_server_and_uses_its_cache_again(world: World) -
         assert not fleet._placed
 
     world.run(body)
+
+
+@needs_sglang
+def test_experts_of_a_turn_are_whole_whatever_cuts_it(world: World) -> None:
+    """An update with requests in flight, then a drained server: every token has the experts it was sampled with."""
+
+    async def body(fleet: Fleet) -> list[GenerateResult]:
+        whole = await fleet.generate(make_request("whole", experts=True))
+        running = asyncio.create_task(fleet.generate(make_request("updated", experts=True)))
+        await until_generated(fleet, 20)
+        await load(fleet, 2, load_tensors(world.checkpoint))
+        updated = await running
+        running = asyncio.create_task(fleet.generate(make_request("drained", experts=True)))
+        await until_generated(fleet, 20)
+        await fleet.drain(fleet._placed["drained"].url)
+        return [whole, updated, await running]
+
+    whole, updated, drained = world.run(body)
+    assert updated.weight_versions[-1][1] == 2 and len(updated.weight_versions) == 2
+    expected = chosen_by_transformers(world.checkpoint, [*PROMPT, *whole.output_ids])[:-1]
+    for result in (whole, updated, drained):
+        assert (result.finish_reason, result.output_ids) == ("length", whole.output_ids)
+        assert result.routed_experts is not None and len(result.routed_experts) == len(PROMPT) + LONG - 1
+        assert (np.sort(result.routed_experts) == expected).all()
+    check(world.checkpoint, updated)
 
 
 async def stopped_in_the_middle(fleet: Fleet, world: World) -> tuple[asyncio.Task[GenerateResult], RunningServer]:
@@ -285,7 +318,14 @@ def test_a_server_that_goes_moves_only_its_own_episodes() -> None:
 def test_two_parts_of_a_turn_are_one() -> None:
     first = GenerateResult([1, 2], [-1.0, -2.0], [(0, 4)], "abort", {"seconds": 1.0})
     second = GenerateResult([3, 4, 5], [-3.0, -4.0, -5.0], [(0, 4), (1, 5)], "length", {"seconds": 2.0})
+    rows = np.arange(6, dtype=np.uint8).reshape(6, 1, 1)
+    first, second = replace(first, routed_experts=rows[:3]), replace(second, routed_experts=rows[3:])
+    sampling = SamplingParams(1.0, 5, return_routed_experts=True)
+    rest = rest_of(GenerateRequest("turn", "episode", [8, 9], sampling), first)
+    assert (rest.input_ids, rest.sampling.max_new_tokens) == ([8, 9, 1, 2], 3)
+    assert rest.sampling.routed_experts_from == 3, "the last of four tokens was not computed yet"
     whole = joined(first, second)
     assert (whole.output_ids, whole.logprobs) == ([1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0])
     assert whole.weight_versions == [(0, 4), (3, 5)]
+    assert whole.routed_experts is not None and (whole.routed_experts == rows).all()
     assert (whole.finish_reason, whole.metrics) == ("length", {"seconds": 3.0})

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from megasao.megatron.checkpoint import load_model, save_model
 from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.optimizer import MOMENTS, Optimizer, build_optimizer
 from megasao.megatron.options import passed_on
+from megasao.megatron.router_replay import ReplayedChoice
 from megasao.megatron.rows import Row
 from megasao.megatron.runtime import Topology
 from megasao.megatron.step import LossFunction, forward_backward, forward_only
@@ -40,6 +42,26 @@ def outputs(payload: Payload) -> Any:
     if "routed_experts" in payload:
         row = replace(row, routed_experts=torch.tensor(payload["routed_experts"]))
     return [output.tolist() for output in forward_only(model, [row])]
+
+
+def chosen_experts(payload: Payload) -> Any:
+    """[T, M, K]: the experts that the routers choose for one row of ``sequences``."""
+    config, _ = _start(payload)
+    model = build_model("actor", Path(payload["path"]), config)
+    routers = [module.router for gpt in model.modules for module in gpt.modules() if isinstance(module, MoELayer)]
+    for router in routers:
+        router.router_replay = NotedChoice()
+    forward_only(model, [Row.from_sequences(payload["sequences"], payload["temperatures"])])
+    return torch.stack([router.router_replay.chosen for router in routers], 1).tolist()
+
+
+class NotedChoice(ReplayedChoice):
+    """A router's own choice, kept."""
+
+    def get_replay_topk(self, scores: Tensor, topk: int, *arguments: Any) -> tuple[Tensor, Tensor]:
+        self.chosen = None
+        best, self.chosen = super().get_replay_topk(scores, topk, *arguments)
+        return best, self.chosen
 
 
 def values_with_open_head(payload: Payload) -> Any:

@@ -4,9 +4,14 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from megasao.config.architecture import read_hf_config
+from megasao.families.routing import Routing
 from megasao.rollout.engines.base import Engine, GenerateRequest, SamplingParams
+from megasao.rollout.episode import Transcript
 from tests.megatron.tiny import random_sequences
 from tests.megatron.world import run_world
 from tests.training.router_margin import router_margins
@@ -22,6 +27,8 @@ class Episode:
     logprobs: dict[int, float]
     """By position, for tokens that the engine sampled."""
     temperature: float
+    experts: bytes = b""
+    """[T, M, K], see ``megasao.families.routing``; empty where they were not asked for."""
 
 
 class Differences(NamedTuple):
@@ -33,35 +40,54 @@ class Differences(NamedTuple):
     ties: int
 
 
-async def play(engine: Engine, count: int) -> list[Episode]:
-    """Episodes of four turns, with observations between them, all at once."""
+async def play(engine: Engine, count: int, *, experts: bool = False) -> list[Episode]:
+    """Episodes of four turns, with observations between them, all at once; with the ``experts`` of their tokens."""
 
     async def episode(number: int) -> Episode:
-        result = Episode([], {}, TEMPERATURES[number % 2])
+        transcript, temperature = Transcript(), TEMPERATURES[number % 2]
         for turn, observation in enumerate(random_sequences(4, seed=number, low=2, high=8)):
-            result.tokens += observation
-            sampling = SamplingParams(result.temperature, max_new_tokens=10, seed=100 * number + turn)
-            request = GenerateRequest(f"{number}/{turn}", str(number), tuple(result.tokens), sampling)
+            transcript.observe(observation)
+            sampling = SamplingParams(
+                temperature,
+                max_new_tokens=10,
+                seed=100 * number + turn,
+                return_routed_experts=experts,
+                routed_experts_from=transcript.routed,
+            )
+            request = GenerateRequest(f"{number}/{turn}", str(number), tuple(transcript.tokens), sampling)
             turn_result = await engine.generate(request)
             assert turn_result.logprobs is not None
-            start = len(result.tokens)
-            result.logprobs |= {start + offset: value for offset, value in enumerate(turn_result.logprobs)}
-            result.tokens += turn_result.output_ids
+            transcript.act(turn_result)
         await engine.end_session(str(number))
-        return result
+        sampled = {int(place): transcript.logprobs[place] for place in np.flatnonzero(transcript.action_mask)}
+        return Episode(transcript.tokens, sampled, temperature, transcript.routing() if experts else b"")
 
     return await asyncio.gather(*map(episode, range(count)))
 
 
 def compare(
-    episodes: Sequence[Episode], engine_path: Path, trainer_path: Path, *, near_tie: float = NEAR_TIE
+    episodes: Sequence[Episode],
+    engine_path: Path,
+    trainer_path: Path,
+    *,
+    near_tie: float = NEAR_TIE,
+    replay: bool = False,
 ) -> Differences:
-    """Episodes of the weights at ``engine_path`` against a trainer with those at ``trainer_path``."""
-    payload = {
+    """Episodes of the weights at ``engine_path`` against a trainer with those at ``trainer_path``.
+
+    ``replay``: the trainer's tokens go to the experts that the engine's went to.
+    """
+    payload: dict[str, Any] = {
         "path": str(trainer_path),
         "sequences": [episode.tokens for episode in episodes],
         "temperatures": [episode.temperature for episode in episodes],
     }
+    if replay:
+        ids = [decode_experts(trainer_path, episode) for episode in episodes]
+        payload |= {
+            "actor": {"optimizer": {"lr": 1e-3}, "router_replay": True},
+            "routed_experts": np.concatenate(ids).tolist(),
+        }
     ((trainer,),) = run_world(1, "tests.megatron.cases:outputs", payload)
     worst, counts, start = {False: 0.0, True: 0.0}, {False: 0, True: 0}, 0
     for episode in episodes:
@@ -72,3 +98,21 @@ def compare(
             counts[tie] += 1
         start += len(episode.tokens)
     return Differences(worst[False], worst[True], counts[False], counts[True])
+
+
+def decode_experts(path: Path, episode: Episode) -> np.ndarray:
+    """int64 [T, M, K]: the experts of an episode of the model at ``path``."""
+    routing = Routing.of(read_hf_config(path))
+    assert routing is not None
+    return routing.decode(episode.experts, len(episode.tokens))
+
+
+def chosen_by_trainer(path: Path, episodes: Sequence[Episode]) -> list[np.ndarray]:
+    """int64 [T, M, K] of each episode, as the trainer's own routers choose."""
+    payload = {
+        "path": str(path),
+        "sequences": [episode.tokens for episode in episodes],
+        "temperatures": [episode.temperature for episode in episodes],
+    }
+    (chosen,) = run_world(1, "tests.megatron.cases:chosen_experts", payload)
+    return np.split(np.array(chosen), np.cumsum([len(episode.tokens) for episode in episodes])[:-1])

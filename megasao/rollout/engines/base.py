@@ -25,6 +25,8 @@ class SamplingParams:
     seed: int | None = None
     return_logprobs: bool = True
     return_routed_experts: bool = False
+    routed_experts_from: int = 0
+    """The caller knows the experts of the input ids before this one; an engine need not say them again."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class GenerateResult:
     indices. ``finish_reason``: ``stop`` (a stop token was sampled, and is the last output id), ``length``, or
     ``abort`` (the tokens so far are returned). ``routed_experts``: where they were asked for, the experts that the last
     tokens of input and output but the very last went to, [n, M, K] in the dtype of ``megasao.families.routing``: all
-    those that this request computed, each as it was when it was first computed.
+    those that this request computed, or all from ``routed_experts_from`` on, each as it was when it was first computed.
     """
 
     output_ids: list[int]

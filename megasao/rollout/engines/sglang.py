@@ -5,7 +5,9 @@ from. Invariants, asserted by the tests beside those of ``base.py``:
 - an answer from weights that were not current while its request ran (those of a server that was restarted, say) is an
   error and no sample;
 - after an update that failed, whose weights may be mixed, nothing is sampled until one succeeds;
-- a request that is lost with its server keeps the tokens whose version is certain (``RequestLost``);
+- a request that is lost with its server keeps the tokens whose version is certain (``RequestLost``), unless it asks for
+  their experts, which are lost;
+- a token's experts are those that it had when its successor was sampled, also where new weights compute it again;
 - nothing is decoded for a caller that went away.
 """
 
@@ -15,15 +17,20 @@ import time
 import uuid
 from collections.abc import Coroutine, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from megasao.config.sglang import SGLangConfig
 from megasao.rollout.engines.base import Engine, EngineError, GenerateRequest, GenerateResult
+from megasao.rollout.engines.parts import ended, joined, nothing, rest_of
 from megasao.rollout.engines.running import check_request
 from megasao.rollout.engines.sampler import derive_seed
 from megasao.rollout.engines.sglang_arguments import vocab_size
 from megasao.rollout.engines.sglang_client import Piece, ServerClient, ServerUnreachable
+from megasao.rollout.engines.sglang_experts import ExpertRows
 from megasao.rollout.engines.sglang_weights import StagedWeights, WeightStaging, version_of_label
 
 CALL_TIMEOUT_S = 30.0
@@ -65,12 +72,15 @@ class SGLangEngine(Engine):
         self._max_total, self._seed = max_total_tokens, seed
         self._start_timeout_s, self._update_timeout_s = start_timeout_s, update_timeout_s
         self._vocab_size = vocab_size(path)
+        self._experts = ExpertRows.of(path)
         self._client: ServerClient | None = None
         self._staging: WeightStaging | None = None
         self._labels: list[str] = []
         self._current = 0
         self._version = 0
         self._running: dict[str, _Running] = {}
+        self._asked: set[str] = set()
+        self._given_up: set[str] = set()
         self._keys: dict[str, str] = {}
         self._refuses: str | None = "the engine was not started"
         self._updating = asyncio.Lock()
@@ -104,13 +114,48 @@ class SGLangEngine(Engine):
     # requests
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self._connected()
+        check_request(request, vocab_size=self._vocab_size, max_total_tokens=self._max_total)
+        if request.sampling.return_routed_experts and self._experts is None:
+            raise ValueError(f"request {request.request_id!r} asks for routed experts of a model that has none")
+        if request.request_id in self._asked:
+            raise ValueError(f"request {request.request_id!r} is already running; request ids must be unique")
+        self._asked.add(request.request_id)
+        try:
+            return await self._generate(request)
+        finally:
+            self._asked.discard(request.request_id)
+            self._given_up.discard(request.request_id)
+
+    async def _generate(self, request: GenerateRequest) -> GenerateResult:
+        """In parts, where an update of the weights cuts the request off."""
+        so_far = nothing(request)
+        while True:
+            if self._cuts(request):
+                async with self._updating:  # what would be asked for now would be cut off at once
+                    pass
+            if request.request_id in self._given_up:
+                return so_far
+            try:
+                part, was_cut = await self._part(rest_of(request, so_far))
+            except RequestLost as lost:
+                raise RequestLost(str(lost), joined(so_far, lost.partial)) from lost
+            so_far = joined(so_far, part)
+            if not was_cut or part.finish_reason != "abort":
+                return so_far
+            if reason := ended(request, so_far):
+                return replace(so_far, finish_reason=reason)
+
+    def _cuts(self, request: GenerateRequest) -> bool:
+        """Whether an update cuts this request off: recomputed tokens would have the experts of the new weights."""
+        return request.sampling.return_routed_experts and self._config.pause == "retract"
+
+    async def _part(self, request: GenerateRequest) -> tuple[GenerateResult, bool]:
+        """Until the end, or until the request is cut off: then it is to go on."""
         client = self._connected()
         if self._refuses is not None:
-            raise RequestLost(f"{self.url}: {self._refuses}", _nothing(request))
-        check_request(request, vocab_size=self._vocab_size, max_total_tokens=self._max_total)
-        if request.request_id in self._running:
-            raise ValueError(f"request {request.request_id!r} is already running; request ids must be unique")
-        running = _Running(request, self._labels, self._current)
+            raise RequestLost(f"{self.url}: {self._refuses}", nothing(request))
+        running = _Running(request, self._labels, self._current, self._experts)
         if self._updating.locked():
             running.hold()
         self._running[request.request_id] = running
@@ -118,7 +163,7 @@ class SGLangEngine(Engine):
         running.reading = asyncio.ensure_future(self._read(client, running))
         try:
             await running.reading
-            return running.result(self.url)
+            return running.result(self.url), running.is_cut
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling() or self._refuses is None:
@@ -131,6 +176,7 @@ class SGLangEngine(Engine):
         finally:
             del self._running[request.request_id]
             self._clock()
+            running.ended.set()
             if not running.finished and not client.closed:
                 self._spawn(self._abort_once(running.rid))
 
@@ -158,6 +204,8 @@ class SGLangEngine(Engine):
                 "sampling_seed": seed % 2**63,
             },
         }
+        if sampling.return_routed_experts:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": sampling.routed_experts_from}
         if self._config.pause == "in_place":
             # Keys and values of older weights live on after an update, and only an episode that began under those
             # weights may go on from them.
@@ -175,6 +223,8 @@ class SGLangEngine(Engine):
             self._totals["retractions"] += piece.meta_info.num_retractions
 
     async def abort(self, request_id: str) -> None:
+        if request_id in self._asked:
+            self._given_up.add(request_id)
         running = self._running.get(request_id)
         if running is not None and not running.finished:
             self._spawn(self._abort_until_gone(request_id, running))
@@ -228,12 +278,26 @@ class SGLangEngine(Engine):
             for running in self._running.values():
                 running.hold()
             try:
+                await self._cut()
                 await self._update(weights)
             except BaseException as error:
                 self._refuse(f"the update to weights {weights.version} failed: {error or type(error).__name__}")
                 raise
             self._version, self._current = weights.version, len(self._labels) - 1
             self._refuses = None
+
+    async def _cut(self) -> None:
+        """End the requests that go on after the update (``_cuts``), each with the experts that its tokens have now."""
+        cut = [running for running in self._running.values() if self._cuts(running.request)]
+        for running in cut:
+            running.is_cut = True
+            self._spawn(self._abort_until_gone(running.request.request_id, running))
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                for running in cut:
+                    await running.ended.wait()
+        except TimeoutError:
+            raise ServerUnreachable(f"{self.url} did not end {len(cut)} requests in {CALL_TIMEOUT_S:g} s") from None
 
     async def _update(self, weights: StagedWeights) -> None:
         client, mode = self._connected(), self._config.pause
@@ -303,9 +367,13 @@ class SGLangEngine(Engine):
 class _Running:
     """One request: its tokens so far, and the labels that they may come from."""
 
-    def __init__(self, request: GenerateRequest, labels: list[str], first: int) -> None:
+    def __init__(
+        self, request: GenerateRequest, labels: list[str], first: int, experts: ExpertRows | None = None
+    ) -> None:
         """Tokens may come from ``labels[first:]``; the list grows with every update."""
-        self.request = request
+        self.request, self._experts = request, experts
+        self.is_cut = False
+        self.ended = asyncio.Event()
         self.rid = uuid.uuid4().hex  # the server aborts by prefix: ids of one length are no prefix of each other
         self.reading: asyncio.Future[None] | None = None
         self.pieces = 0
@@ -332,7 +400,9 @@ class _Running:
         self._last = piece
 
     def certain(self) -> GenerateResult:
-        """What is known for sure of a request that was cut off."""
+        """What is known for sure of a request that was lost. Experts are told at the end only: without it, nothing."""
+        if self.request.sampling.return_routed_experts:
+            return nothing(self.request)
         count = len(self._ids) if self._held is None else self._held
         count = min(count, len(self._logprobs)) if self.request.sampling.return_logprobs else count
         logprobs = [value for value in self._logprobs[:count] if value is not None and math.isfinite(value)]
@@ -359,6 +429,9 @@ class _Running:
             raise EngineError(
                 f"{url}/generate: {len(self._ids)} tokens, not max_new_tokens = {sampling.max_new_tokens}"
             )
+        routed = self._routed(meta.routed_experts, url)
+        if routed is None and sampling.return_routed_experts:
+            return nothing(self.request)
         return GenerateResult(
             output_ids=self._ids,
             logprobs=self._finite(url) if sampling.return_logprobs else None,
@@ -369,7 +442,20 @@ class _Running:
                 "retractions": float(meta.num_retractions),
                 "seconds": time.perf_counter() - self._started,
             },
+            routed_experts=routed,
         )
+
+    def _routed(self, data: bytes | None, url: str) -> np.ndarray | None:
+        """The experts, where they were asked for. A request that is aborted while it waits at the server has none."""
+        if not self.request.sampling.return_routed_experts:
+            return None
+        assert self._experts is not None and self._last is not None and self._last.meta_info is not None
+        if data is None:
+            end = self._last.meta_info.finish_reason
+            if end is not None and end.type == "abort":
+                return None
+            raise EngineError(f"{url}/generate: no routed experts; does the server have enable_return_routed_experts?")
+        return self._experts.read(data, self.request, len(self._ids), f"{url}/generate")
 
     def _finite(self, url: str) -> list[float]:
         logprobs = [value for value in self._logprobs if value is not None and math.isfinite(value)]
@@ -382,15 +468,9 @@ class _Running:
         known = self._labels[self._first :]
         strange = [span.version for span in spans if span.version not in known]
         if strange:
-            raise RequestLost(
-                f"{url}: tokens of weights {strange[0]!r}, which were not current", _nothing(self.request)
-            )
+            raise RequestLost(f"{url}: tokens of weights {strange[0]!r}, which were not current", nothing(self.request))
         covered = [token for span in spans for token in (span.start, span.end)]
         expected = [0, *covered[1:-1], len(self._ids)] if covered else []
         if self._ids and (covered != expected or covered[1:-1:2] != covered[2:-1:2]):
             raise EngineError(f"{url}: version spans {covered} do not cover {len(self._ids)} tokens")
         return [(span.start, version_of_label(span.version)) for span in spans if span.end > span.start]
-
-
-def _nothing(request: GenerateRequest) -> GenerateResult:
-    return GenerateResult([], [] if request.sampling.return_logprobs else None, [], "abort")

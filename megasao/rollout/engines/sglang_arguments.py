@@ -42,8 +42,11 @@ _DENSE_TWIN = "Glm4MoeLiteForCausalLM"
 _NOT_SERVED = ("config.json", "generation_config.json")
 
 
-def server_arguments(config: SGLangConfig, *, served: Path, host: str, port: int, max_tokens: int) -> dict[str, Any]:
-    """ServerArgs of one server by name; ``max_tokens`` is the longest episode."""
+def server_arguments(
+    config: SGLangConfig, *, served: Path, host: str, port: int, max_tokens: int, routed_experts: bool = False
+) -> dict[str, Any]:
+    """ServerArgs of one server by name; ``max_tokens`` is the longest episode, ``routed_experts`` whether the server
+    is to record where its tokens went."""
     defaults: dict[str, Any] = {"context_length": max_tokens + CONTEXT_SLACK, "log_level": "warning"}
     if runs_on_cpu(config):
         defaults |= _ON_CPU
@@ -57,6 +60,7 @@ def server_arguments(config: SGLangConfig, *, served: Path, host: str, port: int
         "skip_tokenizer_init": True,
         "incremental_streaming_output": True,
         "stream_interval": config.stream_interval,
+        "enable_return_routed_experts": routed_experts,
     }
     return {**defaults, **config.server_args, **ours}
 

@@ -8,6 +8,7 @@ Invariants, asserted by the tests:
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import aiohttp
@@ -51,6 +52,7 @@ class MetaInfo(msgspec.Struct):
     num_retractions: int = 0
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     weight_versions: list[VersionSpan] = []
+    routed_experts: bytes | None = None
 
 
 class Piece(msgspec.Struct):
@@ -86,9 +88,10 @@ class ServerClient:
             async with self._session.post(f"{self.url}/generate", json=body) as response:
                 if response.status != 200:
                     raise EngineError(f"{self.url}/generate: status {response.status}: {await _reason(response)}")
-                async for line in response.content:
-                    if line.startswith(b"data: {"):
-                        yield self._decode(line[6:])
+                async with aclosing(_lines(response)) as lines:
+                    async for line in lines:
+                        if line.startswith(b"data: {"):
+                            yield self._decode(line[6:])
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable("/generate", error, self._silence_timeout_s) from error
 
@@ -146,6 +149,18 @@ class ServerClient:
         silent = isinstance(error, TimeoutError)
         reason = f"no answer for {timeout_s:g} s" if silent else f"{type(error).__name__}: {error}"
         return ServerUnreachable(f"{self.url}{path}: {reason}")
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+    """Lines of any length: the experts of a long turn are one of many megabytes."""
+    begun: list[bytes] = []
+    async for chunk in response.content.iter_any():
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            yield b"".join([*begun, end])
+            begun.clear()
+        begun.append(rest)
+    yield b"".join(begun)
 
 
 async def _reason(response: aiohttp.ClientResponse) -> str:

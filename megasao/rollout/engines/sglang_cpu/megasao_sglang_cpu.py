@@ -1,9 +1,14 @@
-"""SGLang plugin: deterministic sampling on CPU.
+"""SGLang plugin: deterministic sampling and the record of routed experts on CPU.
 
 ``torch_native`` attention computes every request by itself and reads the prefix cache like any other backend, so it may
 be used with seeded sampling and with the radix cache; SGLang only does not list it. The batch-invariant operators are
 written for accelerators: on CPU the operators of torch stay, whose results depend on the batch by fp32 rounding only.
+
+SGLang records the experts of every token itself; only the memory that it keeps them in is allocated for a device's
+copies, which there are none of here.
 """
+
+from typing import Any
 
 
 def register() -> None:
@@ -19,7 +24,17 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", keep_torch_operators, HookType.REPLACE
     )
+    HookRegistry.register(
+        "sglang.srt.mem_cache.pool_host.common.alloc_with_host_register", plain_memory, HookType.REPLACE
+    )
 
 
 def keep_torch_operators(*_: object, **__: object) -> None:
     """Instead of registering operators for an accelerator that is not there."""
+
+
+def plain_memory(dims: tuple[int, ...], dtype: Any, device: str, *_: object, **__: object) -> Any:
+    """An empty tensor, instead of one whose pages are registered with an accelerator."""
+    import torch
+
+    return torch.empty(dims, dtype=dtype, device=device)
