@@ -10,10 +10,12 @@ from megasao.config.base import Section
 class WeightsConfig(Section):
     """Publishing of weights from the trainer to the rollout workers."""
 
-    transport: Literal["auto", "stream", "disk"] = Field(
+    transport: Literal["auto", "stream", "disk", "distributed"] = Field(
         "auto",
         description="Way of the bytes. stream: gathered on trainer rank 0 and sent to each worker over ZeroMQ. disk: "
-        "every rank writes its share into a directory that all see. auto: disk for SGLang servers, else stream.",
+        "every rank writes its share into a directory that all see. distributed: every rank keeps its share in host "
+        "memory, and each worker takes it from there over connections of its own. "
+        "auto: disk for SGLang servers, else stream.",
     )
     directory: str | None = Field(
         None,
