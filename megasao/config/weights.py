@@ -15,6 +15,11 @@ class WeightsConfig(Section):
         description="Way of the bytes. stream: gathered on trainer rank 0 and sent to each worker over ZeroMQ. disk: "
         "every rank writes its share into a directory that all see. auto: disk for SGLang servers, else stream.",
     )
+    dtype: Literal["same", "fp8_block"] = Field(
+        "same",
+        description="What numbers travel in, and are sampled with. same: those of the model. fp8_block: products in "
+        "blocks of FP8, for SGLang servers; the trainer keeps its own.",
+    )
     directory: str | None = Field(
         None,
         description="Where versions are published on disk, below it by the run's name; on the file system of the run "
