@@ -176,10 +176,29 @@ def exposure(config: "Config") -> Iterator[Problem]:
 
 
 def weights(config: "Config") -> Iterator[Problem]:
-    """Options of the disk are for runs that publish through it."""
+    """Options of the disk are for runs that publish through it, and FP8 is for servers that can compute with it."""
     if config.weights.directory is not None and config.weight_transport != "disk":
         reason = f"has no reader while weights travel by {config.weight_transport}; set weights.transport = disk"
         yield Problem("weights.directory", reason)
+    if config.weights.dtype == "fp8_block":
+        yield from _fp8(config)
+
+
+def _fp8(config: "Config") -> Iterator[Problem]:
+    if config.rollout.engine != "sglang":
+        reason = f"fp8_block is for SGLang servers; rollout.engine = {config.rollout.engine} has no FP8: use same"
+        yield Problem("weights.dtype", reason)
+    elif config.weight_transport == "stream":
+        reason = "fp8_block is made where tensors are written; with weights.transport = stream use same, or set disk"
+        yield Problem("weights.dtype", reason)
+    for name, allowed in (("quantization", ("fp8",)), ("load_format", ()), ("speculative_algorithm", ())):
+        value = config.rollout.sglang.server_args.get(name)
+        if value is not None and value not in allowed:
+            reason = (
+                f"{value!r} does not go with weights.dtype = fp8_block: servers start empty, with the products of "
+                "published versions in FP8; leave it"
+            )
+            yield Problem(f"rollout.sglang.server_args.{name}", reason)
 
 
 def estimator(config: "Config") -> Iterator[Problem]:

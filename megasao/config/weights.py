@@ -17,6 +17,11 @@ class WeightsConfig(Section):
         "memory, and each worker takes it from there over connections of its own. "
         "auto: disk for SGLang servers, else stream.",
     )
+    dtype: Literal["same", "fp8_block"] = Field(
+        "same",
+        description="What numbers travel in, and are sampled with. same: those of the model. fp8_block: products in "
+        "blocks of FP8, for SGLang servers; the trainer keeps its own.",
+    )
     directory: str | None = Field(
         None,
         description="Where versions are published on disk, below it by the run's name; on the file system of the run "

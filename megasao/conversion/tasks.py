@@ -117,8 +117,9 @@ class Dequantize:
         done = 0
         for piece in pieces(self.source, self.name, self.block[0]):
             count = -(-len(piece) // self.block[0])
-            whole = dequantize_blocks(piece, scales[done : done + count], self.block)
-            write(self.output.name, whole.to(self.output.dtype))
+            write(
+                self.output.name, dequantize_blocks(piece, scales[done : done + count], self.block, self.output.dtype)
+            )
             advance(piece.nbytes)
             done += count
 

@@ -32,7 +32,7 @@ def quantized(source: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> Out
         raise UserError(f"{source} is in FP8 already; --dequantize makes it bfloat16")
     names = fp8_names(hf.hf_config)
     tasks = [Quantize(hf.files, name) if name in names else hf.plain(name, name) for name in hf.weights()]
-    config = hf.hf_config | {"quantization_config": _quantization_config(kept_matrices(hf))}
+    config = quantized_config(hf)
     return hf_output(out, tasks, config, hf.path, kind="fp8_block", sources=hf.files.files, shard_bytes=shard_bytes)
 
 
@@ -134,14 +134,16 @@ def _index(files: Sequence[OutputFile]) -> dict[str, Any]:
     return {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
 
 
-def _quantization_config(kept: list[str]) -> dict[str, Any]:
-    return {
+def quantized_config(hf: HfCheckpoint) -> dict[str, Any]:
+    """config.json of the checkpoint with its products in blocks of FP8."""
+    settings = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": list(BLOCK),
-        "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in kept),
+        "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in kept_matrices(hf)),
     }
+    return hf.hf_config | {"quantization_config": settings}
 
 
 def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:

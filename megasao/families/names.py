@@ -50,6 +50,12 @@ def fp8_names(hf_config: dict[str, Any]) -> set[str]:
     return {name for rule in every if rule.fp8 for name in rule.hf}
 
 
+def published_names(hf_config: dict[str, Any], role: Role, *, fp8: bool) -> set[str]:
+    """Every tensor of a version of the weights; with ``fp8`` the products are in blocks, and have scales."""
+    names = hf_names(hf_config, role)
+    return names | {name + SCALE for name in names & fp8_names(hf_config)} if fp8 else names
+
+
 def name_problem(hf_config: dict[str, Any], role: Role, found: set[str]) -> str | None:
     """Why a checkpoint with the tensors ``found`` is not one of the model; None if it is.
 

@@ -1,5 +1,6 @@
 """The plan of a run: sizes, where everything goes, what it needs, and whether that is there."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,10 @@ from megasao.config import Config
 from megasao.config.architecture import read_architecture
 from megasao.config.errors import ConfigError, Problem
 from megasao.config.model_check import layout_problems, of_critic, untrainable
+from megasao.conversion.blocks import scale_shape
 from megasao.families.facts import expert_count
+from megasao.megatron.bridge.outgoing import sent_bytes
+from megasao.megatron.bridge.parts import part_rows
 from megasao.megatron.models import Role
 from megasao.planning.memory import GIB, RoleMemory, stage_chunks, stage_memory, stages_of, width
 from megasao.planning.tensors import ModelTensor, active_parameters, model_tensors, mtp_parameters
@@ -148,5 +152,13 @@ def published_shares(hf_config: dict[str, Any], config: Config, tensors: list[Mo
     stages = stage_chunks(hf_config, config.parallel)
     held: list[list[Held]] = [[] for _ in stages]
     for tensor in tensors:
-        held[min(stages_of(tensor, stages))].append(Held(tensor.elements * width(tensor, config), tensor.expert))
+        fp8 = config.weights.dtype == "fp8_block" and tensor.rule.fp8
+        nbytes = sent_bytes(tensor.rule, tensor.elements, width(tensor, config), fp8=fp8)
+        scales = _scale_bytes(tensor, hf_config) if fp8 else 0
+        held[min(stages_of(tensor, stages))].append(Held(nbytes, tensor.expert, scales))
     return [shares(stage, config.parallel, expert_count(hf_config)) for stage in held]
+
+
+def _scale_bytes(tensor: ModelTensor, hf_config: dict[str, Any]) -> int:
+    rows, columns = tensor.shape
+    return sum(4 * math.prod(scale_shape((part, columns))) for part in part_rows(tensor.rule, rows, hf_config))

@@ -21,7 +21,7 @@ import msgspec
 from megasao.config import Config
 from megasao.config.rundir import RunDirectory
 from megasao.config.weights import WeightsConfig
-from megasao.families.names import hf_names
+from megasao.families.names import published_names
 from megasao.megatron.bridge import export_hf
 from megasao.megatron.bridge.outgoing import Outgoing, outgoing, stream_rows
 from megasao.megatron.bridge.share import RankShare
@@ -82,18 +82,19 @@ class DiskPublishing(Publishing):
     def publish(self, version: int, model: MegatronModel) -> None:
         epoch = self._begin(version)
         if self._shares is None:
-            self._shares = outgoing(model)
-        path, error = directory.unfinished_path(self.root, version, epoch), None
+            self._shares = outgoing(model, fp8=self._fp8)
+        path = directory.unfinished_path(self.root, version, epoch)
+        error: Exception | None = None
         mine = [info for share in self._shares if share.mine for info in share.infos]
         rows = stream_rows(model, self._shares, self.config.bucket_bytes)
         try:
             directory.write_share(path, self.topology.rank, mine, rows, shard_bytes=self.config.shard_bytes)
-        except OSError as failure:
+        except (OSError, ValueError) as failure:
             error = failure
         self._agree(path, error)
         ready, error = None, None
         if self.publisher is not None:
-            names = hf_names(model.hf_config, model.role)
+            names = published_names(model.hf_config, model.role, fp8=self._fp8)
             try:
                 ready = directory.complete(self.root, version, epoch, self.topology.world_size, names)
             except OSError as failure:
@@ -102,9 +103,14 @@ class DiskPublishing(Publishing):
         if self.publisher is not None and ready is not None:
             self.publisher.publish_elsewhere(ready)
 
+    @property
+    def _fp8(self) -> bool:
+        return self.config.dtype == "fp8_block"
+
     def _begin(self, version: int) -> str:
         """Make the version's hidden directory; the publisher's epoch, on every rank."""
-        epoch, path, error = None, self.root, None
+        epoch, path = None, self.root
+        error: Exception | None = None
         if self.publisher is not None:
             self.publisher.make_room(version)
             epoch = self.publisher.epoch.encode()
@@ -119,7 +125,7 @@ class DiskPublishing(Publishing):
         self._agree(path, error)
         return self.topology.broadcast_bytes(epoch).decode()
 
-    def _agree(self, path: Path, error: OSError | None) -> None:
+    def _agree(self, path: Path, error: Exception | None) -> None:
         """End the publication on every rank, and remove what there is of it, if one rank has an error. Collective."""
         failed = [rank for rank, lost in enumerate(gather_counts(error is not None)) if lost]
         if not failed:

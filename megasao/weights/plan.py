@@ -16,10 +16,12 @@ from megasao.weights.shares import spread
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter of one stage: its bytes, and the expert that it belongs to (from 0; None is no expert)."""
+    """A parameter of one stage: bytes of its numbers, the expert that it belongs to (from 0; None is no expert), and
+    bytes of its scales in FP8, by which the work is not shared."""
 
     nbytes: int
     expert: int | None = None
+    scales: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,16 @@ def shares(stage: Sequence[Held], parallel: ParallelConfig, experts: int) -> lis
     """Bytes that each rank of a stage writes. Ranks are numbered as Megatron does: tensor, context, data."""
     ranks = parallel.ranks // parallel.pipeline
     loads = [0] * ranks
-    dense = [held.nbytes for held in stage if held.expert is None]
-    for nbytes, rank in zip(dense, spread(dense, ranks), strict=True):
-        loads[rank] += nbytes
+    dense = [held for held in stage if held.expert is None]
+    for held, rank in zip(dense, spread([held.nbytes for held in dense], ranks), strict=True):
+        loads[rank] += held.nbytes + held.scales
     cut, split = parallel.expert_tensor, parallel.expert
     each = max(experts // split, 1)
     for place in range(split if experts else 0):
-        mine = [held.nbytes for held in stage if held.expert is not None and held.expert // each == place]
-        for nbytes, writer in zip(mine, spread(mine, ranks // split), strict=True):
+        mine = [held for held in stage if held.expert is not None and held.expert // each == place]
+        for held, writer in zip(mine, spread([held.nbytes for held in mine], ranks // split), strict=True):
             replica, shard = divmod(writer, cut)
-            loads[(replica * split + place) * cut + shard] += nbytes
+            loads[(replica * split + place) * cut + shard] += held.nbytes + held.scales
     return loads
 
 

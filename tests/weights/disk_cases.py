@@ -45,14 +45,15 @@ def _publish(job: Payload) -> Any:
     if topology.rank == 0:
         address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
         publisher = WeightPublisher(address, config=TransportConfig())
-    options = WeightsConfig(bucket_bytes=job["bucket_bytes"], shard_bytes=2**20)
+    options = WeightsConfig(bucket_bytes=job["bucket_bytes"], shard_bytes=2**20, **job.get("weights", {}))
     publishing = DiskPublishing(Path(job["out"]) / "published", options, topology, publisher)
     with mistake(job.get("mistake")):
         publishing.publish(0, model)
         peak = peak_bytes(lambda: publishing.publish(1, model))
     whole = peak_bytes(lambda: export_hf(model))
     found = sorted(map(str, publishing.root.glob("000001-*"))) if topology.rank == 0 else []
-    written = sum(info.nbytes for share in outgoing.outgoing(model) if share.mine for info in share.infos)
+    shares = outgoing.outgoing(model, fp8=options.dtype == "fp8_block")
+    written = sum(info.nbytes for share in shares if share.mine for info in share.infos)
     publishing.close()
     runtime.clear_layout()
     return {"directory": found, "peak": peak, "gathered_peak": whole, "written": written}
@@ -132,9 +133,18 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 @contextmanager
 def mistake(name: str | None) -> Iterator[None]:
-    """A deliberate mistake: ``order`` puts shards together the wrong way round."""
+    """A deliberate mistake: ``order`` puts shards together the wrong way round, ``blocks`` begins blocks at the cut,
+    ``alone`` makes scales of this rank's numbers."""
     if name is None:
         yield
+        return
+    if name == "blocks":
+        with patch.object(outgoing.Outgoing, "place", lambda self, part, start: {"first_row": start}):
+            yield
+        return
+    if name == "alone":
+        with patch.object(outgoing.distributed, "all_reduce"):
+            yield
         return
     right = outgoing._whole_rows
 
@@ -143,3 +153,33 @@ def mistake(name: str | None) -> Iterator[None]:
 
     with patch.object(outgoing, "_whole_rows", turned):
         yield
+
+
+def not_finite(payload: Payload) -> Any:
+    """The error of each rank where a number of the last one's shard is none, in FP8; then it is mended."""
+    config = make_config(Path(payload["path"]), payload["parallel"])
+    topology = runtime.set_layout(config.parallel, seed=1)
+    model = build_model("actor", Path(payload["path"]), config)
+    publisher = None
+    if topology.rank == 0:
+        publisher = WeightPublisher(f"tcp://127.0.0.1:{free_ports(1)[0]}", config=TransportConfig())
+    root = Path(payload["out"]) / "published"
+    publishing = DiskPublishing(root, WeightsConfig(dtype="fp8_block"), topology, publisher)
+    number = dict(model.modules[0].named_parameters())["decoder.layers.1.mlp.linear_fc2.weight"].data[3, 5]
+    before = number.item()
+    if topology.rank == topology.world_size - 1:
+        number.fill_(float("nan"))
+    error = ""
+    try:
+        publishing.publish(0, model)
+    except RuntimeError as failure:
+        error = str(failure)
+    distributed.barrier()
+    left = [path.name for path in root.iterdir()]
+    distributed.barrier()
+    number.fill_(before)
+    publishing.publish(1, model)
+    after = [path.name.partition("-")[0] for path in root.iterdir()] if topology.rank == 0 else ["000001"]
+    publishing.close()
+    runtime.clear_layout()
+    return [error, left, after]

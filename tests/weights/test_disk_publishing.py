@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from megasao.config.architecture import read_hf_config
+from megasao.config.weights import WeightsConfig
 from megasao.families.names import carried_names
 from megasao.planning.plan import published_shares
 from megasao.planning.tensors import model_tensors
@@ -97,6 +98,7 @@ def test_what_is_published_is_what_a_conversion_writes(tmp_path: Path) -> None:
 
 def planned_shares(source: Path, job: dict[str, Any]) -> list[list[int]]:
     hf_config, config = read_hf_config(source), make_config(source, job["parallel"], job.get("model"))
+    config = config.model_copy(update={"weights": WeightsConfig(**job.get("weights", {}))})
     return published_shares(hf_config, config, model_tensors("actor", hf_config, config))
 
 

@@ -2,10 +2,14 @@
 
 Unlike an export, nothing is gathered on rank 0: a tensor that tensor parallelism cuts is put together on one rank of
 its group, and every rank does this for its share. Ranks that hold the same bytes (data parallelism, and tensors that
-are not cut) share the work. Invariants, asserted by the tests:
+are not cut) share the work. In FP8 the ranks of a group agree on the largest number of each block of the whole tensor,
+wherever it is cut; then each quantises its shard by itself, and that is what is gathered. Invariants, asserted by the
+tests:
 
-- every tensor is written by exactly one rank, tied ones once, and has the bytes that an export gives it;
-- beyond its weights a rank holds at most ``bucket_bytes``, or what a few rows of its widest tensor take, if more.
+- every tensor is written by exactly one rank, tied ones once, and has the bytes that an export gives it, in FP8 those
+  that a conversion of the export gives it;
+- beyond its weights a rank holds at most ``bucket_bytes``, or what a few rows of its widest tensor take, if more, and
+  in FP8 the scales of one bucket's tensors.
 """
 
 import math
@@ -17,14 +21,20 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, distributed
 
+from megasao.conversion.blocks import FP8, add_largest, quantize_part, scale_shape, scales
+from megasao.families import Rule
+from megasao.families.names import SCALE
 from megasao.megatron.bridge.local import LocalParameter, local_parameters
-from megasao.megatron.bridge.parts import split
+from megasao.megatron.bridge.parts import part_rows, split
 from megasao.megatron.runtime import compute_device
 from megasao.storage.header import TensorInfo
 from megasao.weights.shares import spread
 
 if TYPE_CHECKING:
     from megasao.megatron.models import MegatronModel
+
+_QUANTISING = 16
+"""Bytes that are held for each number while it is quantised, at most: three copies of it, and what comes out."""
 
 
 class Rows(NamedTuple):
@@ -40,8 +50,8 @@ class Outgoing:
     """A parameter whose HF tensors this rank helps to put together.
 
     Attributes:
-        infos: the HF tensors, whole.
-        rows: of this rank's shard of each of them.
+        infos: the HF tensors, whole; in FP8 then the scales of each.
+        rows: of this rank's shard of each HF tensor.
         writer: the rank in the parameter's shard group that writes them.
     """
 
@@ -56,6 +66,11 @@ class Outgoing:
         """Whether this rank writes them."""
         return self.writer == self.local.group.rank()
 
+    @property
+    def fp8(self) -> bool:
+        """Whether they are written in blocks of FP8."""
+        return self.infos[0].dtype == FP8
+
     def piece(self, part: int, start: int, stop: int) -> Tensor:
         """Rows of this rank's shard of one HF tensor."""
         tensor = at_least_1d(self.local.parameter.detach())
@@ -65,15 +80,30 @@ class Outgoing:
         first = sum(self.rows[:part])
         return tensor[first + start : first + stop]
 
+    def place(self, part: int, start: int) -> dict[str, int]:
+        """Where row ``start`` of this rank's shard of one HF tensor, a matrix, begins in the whole."""
+        local = self.local
+        row, column = self.rows[part] if local.rule.shard == 0 else 0, local.parameter.shape[1]
+        return {
+            "first_row": local.shard * row + start,
+            "first_column": local.shard * column if local.rule.shard == 1 else 0,
+        }
+
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows ``start`` to ``stop`` of this rank's shard of one HF tensor."""
+    """Rows ``start`` to ``stop`` of this rank's shard of one HF tensor; ``scale`` is that of the whole tensor."""
 
     of: Outgoing
     part: int
     start: int
     stop: int
+    scale: Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is written in."""
+        return self.of.infos[self.part].dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,20 +112,36 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's numbers."""
-        return math.prod(self.shape) * self.of.local.parameter.element_size()
+        """Of this rank's numbers, as they are written."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def tensor(self) -> Tensor:
-        """This rank's numbers: a view, or a copy where rows of several tensors are interleaved."""
-        return self.of.piece(self.part, self.start, self.stop)
+        """This rank's numbers: a view, or a copy where rows of several tensors are interleaved, or quantised."""
+        return self._rows(self.start, self.stop)
+
+    def fill(self, target: Tensor, most_bytes: int) -> None:
+        """Put this rank's numbers into ``target``; what is held for that takes ``most_bytes``, or is of one row."""
+        rows = len(target) if self.scale is None else _rows_within(most_bytes, self.of, _QUANTISING)
+        for start in range(self.start, self.stop, max(rows, 1)):
+            stop = min(start + rows, self.stop)
+            target[start - self.start : stop - self.start] = self._rows(start, stop)
+
+    def _rows(self, start: int, stop: int) -> Tensor:
+        numbers = self.of.piece(self.part, start, stop)
+        if self.scale is None:
+            return numbers
+        return quantize_part(numbers, self.scale, **self.of.place(self.part, start))
 
     def view(self, flat: Tensor) -> Tensor:
         """The chunk of some rank at the beginning of ``flat``, uint8."""
-        return flat[: self.nbytes].view(self.of.local.parameter.dtype).view(self.shape)
+        return flat[: self.nbytes].view(self.dtype).view(self.shape)
 
 
-def outgoing(model: "MegatronModel") -> list[Outgoing]:
-    """What this rank takes part in, dense parameters first, in the same order on the ranks of a shard group."""
+def outgoing(model: "MegatronModel", *, fp8: bool = False) -> list[Outgoing]:
+    """What this rank takes part in, dense parameters first, in the same order on the ranks of a shard group.
+
+    With ``fp8`` the products that the family's rules name are written in blocks of FP8.
+    """
     found = [local for local in local_parameters(model) if not local.rule.copy]
     result = []
     for expert in (False, True):
@@ -104,12 +150,20 @@ def outgoing(model: "MegatronModel") -> list[Outgoing]:
             continue
         replica, replicas = _replica(expert)
         group = mine[0].group.size()
-        whole = [local.parameter.nbytes * local.shards for local in mine]
+        whole = [
+            sent_bytes(local.rule, local.parameter.numel() * local.shards, local.parameter.element_size(), fp8=fp8)
+            for local in mine
+        ]
         for local, writer in zip(mine, spread(whole, replicas * group), strict=True):
             if writer // group == replica:
-                infos, rows = _hf_parts(model, local)
+                infos, rows = _hf_parts(model, local, fp8=fp8)
                 result.append(Outgoing(local, model.hf_config, infos, rows, writer % group))
     return result
+
+
+def sent_bytes(rule: Rule, numbers: int, width: int, *, fp8: bool) -> int:
+    """Bytes by which the work is shared: those of a parameter's numbers, without the scales of FP8."""
+    return numbers * (1 if fp8 and rule.fp8 else width)
 
 
 def _replica(expert: bool) -> tuple[int, int]:
@@ -122,10 +176,10 @@ def _replica(expert: bool) -> tuple[int, int]:
     )
 
 
-def _hf_parts(model: "MegatronModel", local: LocalParameter) -> tuple[list[TensorInfo], list[int]]:
-    """The HF tensors of a parameter, whole, and the rows of this rank's shard of each."""
+def _hf_parts(model: "MegatronModel", local: LocalParameter, *, fp8: bool) -> tuple[list[TensorInfo], list[int]]:
+    """The HF tensors of a parameter, whole, with their scales, and the rows of this rank's shard of each."""
     rule, tensor = local.rule, local.parameter
-    rows = [len(part) for part in split(rule, torch.arange(len(at_least_1d(tensor))), model.hf_config)]
+    rows = part_rows(rule, len(at_least_1d(tensor)), model.hf_config)
     infos = []
     for name, mine in zip(rule.hf, rows, strict=True):
         shape = [mine, *tensor.shape[1:]] if tensor.ndim else []
@@ -133,31 +187,46 @@ def _hf_parts(model: "MegatronModel", local: LocalParameter) -> tuple[list[Tenso
             shape[rule.shard] *= local.shards
         if rule.vocabulary:
             shape[0] = model.hf_config["vocab_size"]
-        infos.append(TensorInfo(name, tensor.dtype, tuple(shape)))
-    return infos, rows
+        infos.append(TensorInfo(name, FP8 if fp8 and rule.fp8 else tensor.dtype, tuple(shape)))
+    of_scales = [
+        TensorInfo(info.name + SCALE, torch.float32, scale_shape(info.shape)) for info in infos if info.dtype == FP8
+    ]
+    return infos + of_scales, rows
 
 
 def stream_rows(model: "MegatronModel", parts: list[Outgoing], bucket_bytes: int) -> Iterator[Rows]:
-    """The rows of every tensor that this rank writes. Collective: every rank iterates to the end, whatever happens."""
+    """The rows of every tensor that this rank writes. Collective: every rank iterates to the end, whatever happens.
+
+    Raises:
+        ValueError: at the end, naming a tensor with numbers that FP8 cannot hold.
+    """
     model.finish_gathering()
+    refused: list[str] = []
     for shared in (part for part in parts if part.local.shards == 1):
         if shared.mine:
-            for chunk in _chunks(shared, bucket_bytes):
+            found = _scales(shared, bucket_bytes, refused)
+            yield from _scale_rows(shared, found)
+            for chunk in _chunks(shared, bucket_bytes, found, _QUANTISING):
                 yield Rows(shared.infos[chunk.part].name, _offset(chunk), chunk.tensor())
     for expert in (False, True):
         cut = [part for part in parts if part.local.shards > 1 and part.local.rule.expert == expert]
         for writer in range(cut[0].local.group.size() if cut else 0):
-            yield from _gathered([part for part in cut if part.writer == writer], bucket_bytes)
+            yield from _gathered([part for part in cut if part.writer == writer], bucket_bytes, refused)
+    if refused:
+        raise ValueError(f"weights to publish: {refused[0]}")
 
 
-def _gathered(parts: list[Outgoing], bucket_bytes: int) -> Iterator[Rows]:
+def _gathered(parts: list[Outgoing], bucket_bytes: int, refused: list[str]) -> Iterator[Rows]:
     """What one rank of a group writes, from all of its ranks: one flat bucket after another."""
     shards = parts[0].local.shards if parts else 1
     room = bucket_bytes // (2 * shards + 2)  # what is sent, what arrives, gloo's copy of that or what is made of it
     bucket: list[Chunk] = []
     filled = 0
     for part in parts:
-        for chunk in _chunks(part, room):
+        found = _scales(part, bucket_bytes, refused)
+        if part.mine:
+            yield from _scale_rows(part, found)
+        for chunk in _chunks(part, room, found):
             if bucket and filled + _aligned(chunk) > room:
                 yield from _gather(bucket)
                 bucket, filled = [], 0
@@ -167,14 +236,55 @@ def _gathered(parts: list[Outgoing], bucket_bytes: int) -> Iterator[Rows]:
         yield from _gather(bucket)
 
 
-def _chunks(part: Outgoing, most_bytes: int) -> Iterator[Chunk]:
-    """The part's tensors in groups of rows of at most ``most_bytes`` of this rank's shard, or of a single row."""
+def _chunks(part: Outgoing, most_bytes: int, scale: list[Tensor], width: int = 1) -> Iterator[Chunk]:
+    """The part's tensors in groups of rows of at most ``most_bytes`` of this rank's shard, or of a single row.
+
+    A number in FP8 counts for ``width`` bytes.
+    """
+    each = _rows_within(most_bytes, part, width if part.fp8 else part.infos[0].dtype.itemsize)
     for index, rows in enumerate(part.rows):
-        tensor = at_least_1d(part.local.parameter)
-        row = math.prod(tensor.shape[1:]) * tensor.element_size()
-        each = max(most_bytes // max(row, 1), 1)
         for start in range(0, rows, each):
-            yield Chunk(part, index, start, min(start + each, rows))
+            yield Chunk(part, index, start, min(start + each, rows), scale[index] if scale else None)
+
+
+def _rows_within(most_bytes: int, part: Outgoing, width: int) -> int:
+    """Rows of this rank's shard of which each number counts for ``width`` bytes; at least one."""
+    row = math.prod(at_least_1d(part.local.parameter).shape[1:]) * width
+    return max(most_bytes // max(row, 1), 1)
+
+
+def _scales(part: Outgoing, most_bytes: int, refused: list[str]) -> list[Tensor]:
+    """The scales of the part's HF tensors, whole; none without FP8. Collective over the ranks of its shards.
+
+    What FP8 cannot hold is told in ``refused``, and gets scales of one, so that all ranks go on.
+    """
+    if not part.fp8:
+        return []
+    shapes = [info.shape for info in part.infos[len(part.rows) :]]
+    flat = torch.zeros(sum(map(math.prod, shapes)), device=compute_device())
+    largest = [
+        each.view(shape) for each, shape in zip(flat.split([math.prod(shape) for shape in shapes]), shapes, strict=True)
+    ]
+    step = _rows_within(most_bytes, part, 4)
+    for index, rows in enumerate(part.rows):
+        for start in range(0, rows, step):
+            numbers = part.piece(index, start, min(start + step, rows))
+            add_largest(largest[index], numbers, **part.place(index, start))
+    if part.local.shards > 1:
+        distributed.all_reduce(flat, op=distributed.ReduceOp.MAX, group=part.local.group)
+    result = []
+    for info, each in zip(part.infos, largest, strict=False):
+        try:
+            result.append(scales(each))
+        except ValueError as error:
+            refused.append(f"{info.name} {error}")
+            result.append(torch.ones_like(each))
+    return result
+
+
+def _scale_rows(part: Outgoing, scale: list[Tensor]) -> Iterator[Rows]:
+    for info, each in zip(part.infos[len(part.rows) :], scale, strict=True):
+        yield Rows(info.name, 0, each)
 
 
 def _gather(bucket: list[Chunk]) -> Iterator[Rows]:
@@ -183,7 +293,7 @@ def _gather(bucket: list[Chunk]) -> Iterator[Rows]:
     sizes = [_aligned(chunk) for chunk in bucket]
     mine = torch.empty(sum(sizes), dtype=torch.uint8, device=compute_device())
     for chunk, flat in zip(bucket, mine.split(sizes), strict=True):
-        chunk.view(flat).copy_(chunk.tensor())
+        chunk.fill(chunk.view(flat), len(mine) * group.size())
     writes = group.rank() == writer
     found = [torch.empty_like(mine) for _ in range(group.size())] if writes else None
     distributed.gather(mine, found, dst=distributed.get_global_rank(group, writer), group=group)

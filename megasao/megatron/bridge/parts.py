@@ -42,3 +42,8 @@ def split(rule: Rule, tensor: Tensor, hf_config: dict[str, Any]) -> list[Tensor]
     groups = tensor.shape[0] // ((queries + 2) * width)
     by_group = tensor.unflatten(0, (groups, -1)).split([queries * width, width, width], dim=1)
     return [part.flatten(0, 1) for part in by_group]
+
+
+def part_rows(rule: Rule, rows: int, hf_config: dict[str, Any]) -> list[int]:
+    """Rows of each of the rule's HF tensors, of a Megatron tensor (whole, or one shard) of ``rows``."""
+    return [len(part) for part in split(rule, torch.arange(rows), hf_config)]
