@@ -118,6 +118,11 @@ class CheckpointConfig(Section):
     asynchronous: bool = Field(
         False, description="Write while training goes on: it waits only for a copy of the state in host memory."
     )
+    format: Literal["safetensors", "torch_dist"] = Field(
+        "safetensors",
+        description="How models are stored: safetensors under Hugging Face names, or Megatron-Core's torch_dist. "
+        "Either loads under any layout.",
+    )
     timeout_s: float = Field(1800.0, gt=0, description="Longest wait for a checkpoint to be written.")
 
 

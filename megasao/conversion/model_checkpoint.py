@@ -7,7 +7,7 @@ from megasao.config.errors import UserError
 from megasao.conversion.hf import HfCheckpoint
 from megasao.families.names import Role, name_problem
 from megasao.storage.header import TensorInfo
-from megasao.storage.model_parts import CARRIED, MANIFEST, WEIGHT, read_manifest, sum_file
+from megasao.storage.model_parts import CARRIED, FORMAT, MANIFEST, WEIGHT, read_manifest, sum_file
 from megasao.storage.reader import TensorFiles
 
 HF_DIRECTORY = "hf"
@@ -86,7 +86,7 @@ def open_model(path: Path) -> ModelCheckpoint:
     """
     directory = _model_directory(path)
     try:
-        manifest = read_manifest(directory)
+        manifest = read_manifest(directory, FORMAT)
         parts = [directory / name for name in manifest["parts"]]
         for part in parts:
             if not sum_file(part).is_file():

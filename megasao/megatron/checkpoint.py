@@ -1,7 +1,8 @@
 """Saving and loading one model's weights and Adam state, independent of the parallel layout.
 
-Tensors are stored under their Hugging Face names (``megasao.storage.model_parts`` says how), through the same table as
-the weights' import and export, so that a checkpoint of one layout loads under any other.
+In format ``safetensors`` tensors are stored under their Hugging Face names (``megasao.storage.model_parts`` says how),
+through the same table as the weights' import and export; in format ``torch_dist`` under Megatron's names, by Megatron
+(:mod:`megasao.megatron.torch_dist`). Either loads under any layout, and loading needs no word of which it is.
 
 Invariants (tests assert them):
 
@@ -16,11 +17,12 @@ The caller makes the directory appear atomically together with everything else t
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 
+from megasao.megatron import torch_dist
 from megasao.megatron.bridge.export import local_hf_tensors
 from megasao.megatron.bridge.load import check_shape, read_part
 from megasao.megatron.bridge.local import LocalParameter, local_parameters
@@ -28,8 +30,10 @@ from megasao.megatron.bridge.parts import merge
 from megasao.megatron.models import MegatronModel
 from megasao.megatron.optimizer import MOMENTS, Optimizer
 from megasao.megatron.runtime import gather_counts
+from megasao.storage import torch_dist as torch_dist_files
 from megasao.storage.atomic import sync
 from megasao.storage.model_parts import (
+    FORMAT,
     MANIFEST,
     damage,
     is_whole,
@@ -40,6 +44,8 @@ from megasao.storage.model_parts import (
     write_sum,
 )
 from megasao.storage.reader import TensorFiles
+
+Format = Literal["safetensors", "torch_dist"]
 
 
 @dataclass(frozen=True)
@@ -64,30 +70,76 @@ class ModelSnapshot:
         sync(part)
         write_sum(part)
 
-    def write_manifest(self, directory: Path) -> None:
-        """Make the checkpoint whole: one rank calls this, once every rank has written its part."""
-        write_json(directory / MANIFEST, self.manifest)
-        sync(directory)
+    def finish(self, directory: Path) -> None:
+        """Make the checkpoint whole, once every rank has written its part. Every rank enters."""
+        if distributed.get_rank() == 0:
+            write_json(directory / MANIFEST, self.manifest)
+            sync(directory)
 
 
-def take_snapshot(model: MegatronModel, optimizer: Optimizer) -> ModelSnapshot:
-    """Copy weights and Adam state to host memory. Collective.
+@dataclass(frozen=True)
+class TorchDistSnapshot:
+    """The same in format torch_dist: planned by all ranks together, for one directory.
 
-    Under bfloat16 the weights are the optimizer's fp32 copies.
+    Attributes:
+        request: Megatron's, which writes and finishes.
+        manifest: as above.
     """
+
+    request: torch_dist.AsyncRequest
+    manifest: dict[str, Any]
+
+    def write(self, directory: Path) -> None:
+        """Write this rank's part, then its length and checksum beside it. Not collective."""
+        assert self.request.async_fn is not None
+        self.request.async_fn()
+        part = torch_dist_files.data_file(distributed.get_rank())
+        if part in self.manifest["parts"]:
+            write_sum(directory / part)
+
+    def finish(self, directory: Path) -> None:
+        """Make the checkpoint whole, once every rank has written its part. Every rank enters."""
+        for finalize in self.request.finalize_fns:
+            finalize()
+        if distributed.get_rank() == 0:
+            for name in torch_dist_files.DESCRIPTIONS:
+                sync(directory / name)
+                write_sum(directory / name)
+            write_json(directory / MANIFEST, self.manifest)
+            sync(directory)
+
+
+Snapshot = ModelSnapshot | TorchDistSnapshot
+
+
+def take_snapshot(model: MegatronModel, optimizer: Optimizer, directory: Path, format: Format) -> Snapshot:
+    """Copy weights and Adam state to host memory, to be written to ``directory``. Collective."""
+    if format == "safetensors":
+        return _take_safetensors(model, optimizer)
+    updates = max(gather_counts(optimizer.updates()))
+    if distributed.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+    distributed.barrier()
+    request, writes = torch_dist.plan_save(model, optimizer, directory)
+    parts = [torch_dist_files.data_file(rank) for rank, some in enumerate(gather_counts(writes)) if some]
+    parts += torch_dist_files.DESCRIPTIONS
+    return TorchDistSnapshot(request, manifest_of(model.role, updates, parts, format=torch_dist_files.FORMAT))
+
+
+def _take_safetensors(model: MegatronModel, optimizer: Optimizer) -> ModelSnapshot:
+    """Under bfloat16 the weights are the optimizer's fp32 copies."""
     tensors = dict(_local_tensors(model, optimizer))
     writers, updates = gather_counts(bool(tensors)), max(gather_counts(optimizer.updates()))
     parts = [part_name(rank) for rank, wrote in enumerate(writers) if wrote]
     return ModelSnapshot(tensors, manifest_of(model.role, updates, parts))
 
 
-def save_model(model: MegatronModel, optimizer: Optimizer, directory: Path) -> None:
+def save_model(model: MegatronModel, optimizer: Optimizer, directory: Path, format: Format = "safetensors") -> None:
     """Write weights and Adam state into ``directory`` (made if absent). Collective; complete on return."""
-    snapshot = take_snapshot(model, optimizer)
+    snapshot = take_snapshot(model, optimizer, directory, format)
     snapshot.write(directory)
     distributed.barrier()
-    if distributed.get_rank() == 0:
-        snapshot.write_manifest(directory)
+    snapshot.finish(directory)
     distributed.barrier()
 
 
@@ -99,6 +151,9 @@ def load_model(model: MegatronModel, optimizer: Optimizer, directory: Path) -> N
     """
     manifest = _read_manifest(directory, model)
     _verify(directory, manifest["parts"])
+    if manifest["format"] == torch_dist_files.FORMAT:
+        torch_dist.load(model, optimizer, directory, manifest)
+        return
     files = TensorFiles(directory / name for name in manifest["parts"])
     for local in local_parameters(model):
         weight = _read(files, "weight", local, model, directory)
@@ -129,7 +184,7 @@ def _read(files: TensorFiles, kind: str, local: LocalParameter, model: MegatronM
 
 
 def _read_manifest(directory: Path, model: MegatronModel) -> dict[str, Any]:
-    manifest = read_manifest(directory)
+    manifest = read_manifest(directory, FORMAT, torch_dist_files.FORMAT)
     if manifest["role"] != model.role:
         raise ValueError(f"{directory} is a checkpoint of the {manifest['role']}, not of the {model.role}")
     return manifest

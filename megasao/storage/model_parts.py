@@ -56,13 +56,13 @@ def damage(part: Path) -> str:
     )
 
 
-def manifest_of(role: str, updates: int, parts: list[str]) -> dict[str, Any]:
+def manifest_of(role: str, updates: int, parts: list[str], *, format: str = FORMAT) -> dict[str, Any]:
     """The manifest: whose model, how many updates its Adam state has seen (0: there is none), which parts."""
-    return {"format": FORMAT, "role": role, "updates": updates, "parts": parts}
+    return {"format": format, "role": role, "updates": updates, "parts": parts}
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose parts are all there.
+def read_manifest(directory: Path, *formats: str) -> dict[str, Any]:
+    """The manifest of a checkpoint whose parts are all there; ``formats`` are those that the caller can read.
 
     Raises:
         ValueError: it is incomplete, or of another format.
@@ -71,8 +71,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{directory} is not a complete model checkpoint: it has no {MANIFEST}")
     manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{file}: format {manifest.get('format')!r} is not supported; expected {FORMAT!r}")
+    if manifest.get("format") not in formats:
+        expected = " or ".join(map(repr, formats))
+        raise ValueError(f"{file}: format {manifest.get('format')!r} is not supported; expected {expected}")
     absent = [name for name in manifest["parts"] if not (directory / name).is_file()]
     if absent:
         raise ValueError(f"{directory} is not a complete model checkpoint: {absent[0]} is missing")

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
 from megasao.config.rundir import RunDirectory, write_atomically
-from megasao.megatron.checkpoint import ModelSnapshot, load_model, take_snapshot
+from megasao.megatron.checkpoint import Format, Snapshot, load_model, take_snapshot
 from megasao.megatron.runtime import Topology, gather_counts
 from megasao.storage.atomic import sync
 from megasao.training.actor import Actor
@@ -61,6 +61,11 @@ def latest_checkpoint(run: RunDirectory) -> Path | None:
     return directory
 
 
+def directory_of(run: RunDirectory, progress: Progress) -> Path:
+    """Where the checkpoint of that state is."""
+    return run.checkpoints / f"step_{progress.step:06d}"
+
+
 @dataclass
 class Pending:
     """A checkpoint that is being written. Every rank has one and calls the same methods in the same order."""
@@ -68,7 +73,7 @@ class Pending:
     run: RunDirectory
     progress: Progress
     topology: Topology
-    models: dict[str, ModelSnapshot]
+    models: dict[str, Snapshot]
     rng: dict[str, torch.Tensor]
     documents: dict[str, str]
     """Files of rank 0, by name; empty on the others."""
@@ -79,7 +84,7 @@ class Pending:
     @property
     def directory(self) -> Path:
         """Where it will be."""
-        return self.run.checkpoints / f"step_{self.progress.step:06d}"
+        return directory_of(self.run, self.progress)
 
     def start(self) -> None:
         """Write this rank's part in the background."""
@@ -103,8 +108,8 @@ class Pending:
 
     def complete(self, keep: int) -> Path:
         """Make it the latest checkpoint and remove old ones. After :meth:`written`; every rank enters."""
+        self.complete_models()
         if self.topology.rank == 0:
-            self.complete_models()
             for name, text in self.documents.items():
                 write_atomically(self.directory / name, text)
             write_atomically(self.directory / COMPLETE, "")
@@ -114,9 +119,9 @@ class Pending:
         return self.directory
 
     def complete_models(self) -> None:
-        """Make this world's models whole. After :meth:`written`, on rank 0."""
+        """Make this world's models whole. After :meth:`written`; every rank enters."""
         for name, snapshot in self.models.items():
-            snapshot.write_manifest(self.directory / name)
+            snapshot.finish(self.directory / name)
 
     def _write(self) -> None:
         try:
@@ -138,14 +143,21 @@ def begin(
     topology: Topology,
     *,
     controller_state: dict[str, Any] | None,
+    format: Format = "safetensors",
 ) -> Pending:
     """Take the state after ``progress.step`` steps and start to write it; every rank enters.
 
     Only rank 0 has the controller's state. Training may go on at once; see :class:`Pending` for how it ends.
     """
-    models = {"actor": take_snapshot(actor.model, actor.optimizer)}
+    directory = directory_of(run, progress)
+    if topology.rank == 0:
+        if directory.exists():
+            shutil.rmtree(directory)
+        directory.mkdir(parents=True)
+    topology.barrier()
+    models = {"actor": take_snapshot(actor.model, actor.optimizer, directory / "actor", format)}
     if critic is not None:
-        models["critic"] = take_snapshot(critic.model, critic.optimizer)
+        models["critic"] = take_snapshot(critic.model, critic.optimizer, directory / "critic", format)
     documents = {}
     if topology.rank == 0:
         documents = {
@@ -154,18 +166,16 @@ def begin(
             "controller.json": json.dumps(controller_state, indent=2),
         }
     pending = Pending(run, progress, topology, models, _rng_states(), documents)
-    if topology.rank == 0:
-        if pending.directory.exists():
-            shutil.rmtree(pending.directory)
-        pending.directory.mkdir(parents=True)
-    topology.barrier()
     pending.start()
     return pending
 
 
-def begin_critic(run: RunDirectory, progress: Progress, critic: Critic, topology: Topology) -> Pending:
+def begin_critic(
+    run: RunDirectory, progress: Progress, critic: Critic, topology: Topology, *, format: Format = "safetensors"
+) -> Pending:
     """The same for a critic in a world of its own, into the directory that the actor's world has made."""
-    models = {"critic": take_snapshot(critic.model, critic.optimizer)}
+    directory = directory_of(run, progress) / "critic"
+    models = {"critic": take_snapshot(critic.model, critic.optimizer, directory, format)}
     pending = Pending(run, progress, topology, models, _rng_states(), {}, CRITIC_RNG)
     pending.start()
     return pending

@@ -144,14 +144,15 @@ class CriticWorld:
         if self.refuses(command):
             return
         assert self.pending is None, "the actor's world completes a checkpoint before it begins the next"
-        self.pending = checkpoint.begin_critic(self.run, self.progress, self.critic, self.topology)
+        self.pending = checkpoint.begin_critic(
+            self.run, self.progress, self.critic, self.topology, format=self.config.checkpoint.format
+        )
 
     def finish_saving(self) -> None:
         """Tell the actor of a checkpoint that every rank has written by now."""
         if self.pending is None or not self.pending.written():
             return
-        if self.topology.rank == 0:
-            self.pending.complete_models()
+        self.pending.complete_models()
         self.say(Saved(self.pending.progress.step))
         self.pending = None
 

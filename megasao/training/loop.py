@@ -193,6 +193,7 @@ class Trainer:
             self.estimator,
             self.topology,
             controller_state=state,
+            format=self.config.checkpoint.format,
         )
         if self.remote is not None:
             self.remote.save(step=self.progress.step)

@@ -148,12 +148,20 @@ def save_trained(payload: Payload) -> Any:
     optimizer = build_optimizer(model, config.actor.optimizer)
     for step in range(payload["steps"]):
         _train_step(model, optimizer, topology, payload, step)
-    save_model(model, optimizer, Path(payload["directory"]))
+    save_model(model, optimizer, Path(payload["directory"]), payload.get("format", "safetensors"))
     _write(payload, "state", _whole_state(model, optimizer))
     for step in range(payload["steps"], payload["steps"] + payload["more"]):
         _train_step(model, optimizer, topology, payload, step)
     _write(payload, "weights", export_hf(model))
     return None
+
+
+def plain_tensors(payload: Payload) -> Any:
+    """What Megatron's own loader, with its own strategies, reads of a checkpoint."""
+    from megatron.core import dist_checkpointing
+
+    _start(payload)
+    _write(payload, "plain", dist_checkpointing.load_plain_tensors(payload["directory"]))
 
 
 def resume_trained(payload: Payload) -> Any:

@@ -80,3 +80,15 @@ def read(out: Path, name: str) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     return load_file(out / f"{name}.safetensors")
+
+
+def read_torch_dist(directory: Path) -> dict[str, Any]:
+    """Every tensor of a checkpoint in format torch_dist, by torch's own reader."""
+    import torch
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import FileSystemReader
+
+    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    checkpoint.load(tensors, storage_reader=FileSystemReader(directory), no_dist=True)
+    return tensors

@@ -21,7 +21,7 @@ from megasao.config.rundir import RunDirectory
 from megasao.families.routing import Routing
 from megasao.megatron import context, models, router_replay, runtime, sparse_attention
 from megasao.megatron.bridge import export_hf, export_tensors
-from megasao.megatron.checkpoint import ModelSnapshot, load_model, save_model
+from megasao.megatron.checkpoint import ModelSnapshot, TorchDistSnapshot, load_model, save_model
 from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.optimizer import Optimizer, build_optimizer
 from megasao.megatron.runtime import Topology
@@ -222,14 +222,12 @@ def optimizer_after_pushes(payload: Payload) -> Any:
 @contextmanager
 def _full_disk() -> Iterator[None]:
     """No part of a model can be written."""
-    write = ModelSnapshot.write
-
-    def fail(self: ModelSnapshot, directory: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    ModelSnapshot.write = fail  # type: ignore[method-assign]
-    yield
-    ModelSnapshot.write = write  # type: ignore[method-assign]
+    full = OSError(28, "No space left on device")
+    with (
+        patch.object(ModelSnapshot, "write", side_effect=full),
+        patch.object(TorchDistSnapshot, "write", side_effect=full),
+    ):
+        yield
 
 
 def train_and_save(payload: Payload) -> Any:
@@ -238,7 +236,7 @@ def train_and_save(payload: Payload) -> Any:
     With ``more`` the checkpoint is begun ``more`` steps before the end, and completed at the end. ``damage`` makes
     writing fail on that rank.
     """
-    config = sao_config(payload)
+    config, form = sao_config(payload), payload.get("format", "safetensors")
     topology = runtime.set_layout(config.parallel, seed=1)
     run = RunDirectory(Path(payload["run"]))
     run.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -260,7 +258,9 @@ def train_and_save(payload: Payload) -> Any:
             progress = replace(progress, step=step + 1)
             state = {"step": step + 1} if topology.rank == 0 else None
             with _full_disk() if payload.get("damage") == topology.rank else nullcontext():
-                pending = checkpoint.begin(run, progress, actor, critic, estimator, topology, controller_state=state)
+                pending = checkpoint.begin(
+                    run, progress, actor, critic, estimator, topology, controller_state=state, format=form
+                )
                 while payload.get("damage") == topology.rank and pending.error is None:
                     time.sleep(0.01)
     try:
