@@ -36,6 +36,11 @@ class SGLangConfig(Section):
     first_port: int | None = Field(
         None, ge=1024, le=65000, description="Servers listen on this port and those after it; null takes free ones."
     )
+    router: str | None = Field(
+        None,
+        description="Address of an SGLang router in front of the training servers, which then chooses the server of a "
+        "request; its routing key is the episode's name. Null: megasao chooses.",
+    )
     pause: Literal["retract", "in_place", "none"] = Field(
         "retract",
         description="New weights while requests run: retract recomputes their KV cache under the new weights, in_place "
