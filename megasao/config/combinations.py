@@ -357,6 +357,12 @@ def simulate(config: "Config") -> Iterator[Problem]:
 def _router(config: "Config") -> Iterator[Problem]:
     """What a router needs, and what does not pass through it."""
     options = config.rollout.sglang
+    if options.prefill_servers >= options.servers and options.prefill_servers:
+        reason = f"leaves no server that decodes: rollout.sglang.servers = {options.servers}"
+        yield Problem("rollout.sglang.prefill_servers", reason)
+    if options.prefill_servers and options.router is None:
+        reason = "a router leads a request from the one kind of server to the other; set rollout.sglang.router"
+        yield Problem("rollout.sglang.prefill_servers", reason)
     if options.router is None:
         return
     if config.rollout.engine != "sglang":
@@ -364,7 +370,12 @@ def _router(config: "Config") -> Iterator[Problem]:
         yield Problem("rollout.sglang.router", reason)
     if not options.router.startswith(("http://", "https://")):
         yield Problem("rollout.sglang.router", f"expected an address http://HOST:PORT, got {options.router!r}")
-    if options.first_port is None and config.slurm is None:
+    if config.slurm is not None:
+        reason = (
+            "the servers of a Slurm job get their addresses when it starts, and no router knows them; leave it null"
+        )
+        yield Problem("rollout.sglang.router", reason)
+    elif options.first_port is None:
         reason = "a router must know its servers before they start: with rollout.sglang.router, set their first port"
         yield Problem("rollout.sglang.first_port", reason)
     if config.rollout.workers > 1:

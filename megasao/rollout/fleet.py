@@ -134,6 +134,8 @@ class Fleet(Engine):
             self._continued += 1
             if reason := ended(request, so_far):
                 return replace(so_far, finish_reason=reason)
+            if replica.engine.router or len(losses) > 1:  # the first time another server goes on at once
+                await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (len(losses) - 1)))
         raise EngineError(f"request {request.request_id!r} lost its server {len(losses)} times: {', '.join(losses)}")
 
     async def _place(self, session_id: str) -> Replica:
@@ -316,6 +318,8 @@ def preference(session_id: str, url: str) -> bytes:
 def rest_of(request: GenerateRequest, so_far: GenerateResult) -> GenerateRequest:
     """What is left to generate of ``request``."""
     done = so_far.output_ids
+    if not done:
+        return request
     sampling = replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(done))
     return replace(request, input_ids=[*request.input_ids, *done], sampling=sampling)
 

@@ -161,7 +161,8 @@ class SGLangEngine(Engine):
         body: dict[str, Any] = {
             "rid": running.rid,
             "input_ids": [int(token) for token in request.input_ids],
-            "stream": True,
+            # Of a request of one message there is nothing to keep when the server is lost; a stream costs it more.
+            "stream": sampling.max_new_tokens > self._config.stream_interval,
             "return_logprob": sampling.return_logprobs,
             "logprob_start_len": -1,
             "sampling_params": {
