@@ -238,6 +238,20 @@ async def measure(config: Config, path: Path, url: str, directory: Path, episode
     return {**rates, "ratio": ratios[len(ratios) // 2]}
 
 
+def config_of(model: Path, concurrency: int, **sglang: Any) -> Config:
+    """A run with this much of a worker; ``sglang``: options of the servers."""
+    return Config.model_validate(
+        {
+            "run": {"name": "benchmark"},
+            "model": {"path": str(model)},
+            "actor": {"optimizer": {"lr": 1e-4}},
+            "critic": {"optimizer": {"lr": 1e-3}},
+            "loop": {"steps": 100},
+            "rollout": {"engine": "sglang", "concurrency": concurrency, "sglang": sglang},
+        }
+    )
+
+
 def main() -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -252,16 +266,7 @@ def main() -> None:
         model.mkdir()
         write_tokenizer(model)
         write_model(model, seed=0, hidden=128, layers=2, experts=8, moe_hidden=96)
-        config = Config.model_validate(
-            {
-                "run": {"name": "benchmark"},
-                "model": {"path": str(model)},
-                "actor": {"optimizer": {"lr": 1e-4}},
-                "critic": {"optimizer": {"lr": 1e-3}},
-                "loop": {"steps": 100},
-                "rollout": {"engine": "sglang", "concurrency": given.concurrency},
-            }
-        )
+        config = config_of(model, given.concurrency)
         with serving(config, model, directory) as url:
             found = asyncio.run(measure(config, model, url, directory, given.episodes, given.repeats))
     print(f"worker / bare = {found['ratio']:.3f} at {given.concurrency} concurrent episodes (median)")

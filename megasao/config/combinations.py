@@ -377,6 +377,41 @@ def simulate(config: "Config") -> Iterator[Problem]:
         yield Problem("simulate.discard", f"{reason}; discard fewer or simulate more")
 
 
+def _router(config: "Config") -> Iterator[Problem]:
+    """What a router needs, and what does not pass through it."""
+    options = config.rollout.sglang
+    if options.prefill_servers >= options.servers and options.prefill_servers:
+        reason = f"leaves no server that decodes: rollout.sglang.servers = {options.servers}"
+        yield Problem("rollout.sglang.prefill_servers", reason)
+    if options.prefill_servers and options.router is None:
+        reason = "a router leads a request from the one kind of server to the other; set rollout.sglang.router"
+        yield Problem("rollout.sglang.prefill_servers", reason)
+    if options.router is None:
+        return
+    if config.rollout.engine != "sglang":
+        reason = f"has no reader while rollout.engine = {config.rollout.engine}; set rollout.engine to sglang"
+        yield Problem("rollout.sglang.router", reason)
+    if not options.router.startswith(("http://", "https://")):
+        yield Problem("rollout.sglang.router", f"expected an address http://HOST:PORT, got {options.router!r}")
+    if config.slurm is not None:
+        reason = (
+            "the servers of a Slurm job get their addresses when it starts, and no router knows them; leave it null"
+        )
+        yield Problem("rollout.sglang.router", reason)
+    elif options.first_port is None:
+        reason = "a router must know its servers before they start: with rollout.sglang.router, set their first port"
+        yield Problem("rollout.sglang.first_port", reason)
+    if config.rollout.workers > 1:
+        reason = "one router is in front of the servers of one worker"
+        yield Problem("rollout.workers", f"{reason}, got rollout.workers = {config.rollout.workers}")
+    if options.pause == "none":
+        reason = "requests that a router sends on do not wait for an update; use retract or in_place"
+        yield Problem("rollout.sglang.pause", reason)
+    if config.actor.router_replay:
+        reason = "SGLang's router does not pass the request for the experts on"
+        yield Problem("rollout.sglang.router", f"{reason}; not with actor.router_replay")
+
+
 def sglang(config: "Config") -> Iterator[Problem]:
     """Server arguments leave to us what is ours, and episodes fit the server."""
     options, longest = config.rollout.sglang, config.environment.max_tokens
@@ -392,6 +427,7 @@ def sglang(config: "Config") -> Iterator[Problem]:
     if isinstance(context, int) and context < longest + CONTEXT_SLACK:
         reason = f"{context} positions are too few for environment.max_tokens = {longest}"
         yield Problem("rollout.sglang.server_args.context_length", f"{reason}; use at least {longest + CONTEXT_SLACK}")
+    yield from _router(config)
     if options.server_args and config.rollout.engine != "sglang":
         reason = f"has no reader while rollout.engine = {config.rollout.engine}; set rollout.engine to sglang"
         yield Problem("rollout.sglang.server_args", reason)

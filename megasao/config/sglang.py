@@ -17,6 +17,8 @@ SET_BY_US = (
     "weight_version",
     "api_key",
     "admin_api_key",
+    "disaggregation_mode",
+    "disaggregation_bootstrap_port",
     "nnodes",
     "node_rank",
     "dist_init_addr",
@@ -41,13 +43,24 @@ class SGLangConfig(Section):
     first_port: int | None = Field(
         None, ge=1024, le=65000, description="Servers listen on this port and those after it; null takes free ones."
     )
+    router: str | None = Field(
+        None,
+        description="Address of an SGLang router in front of the training servers, which then chooses the server of a "
+        "request; its routing key is the episode's name. Null: megasao chooses.",
+    )
+    prefill_servers: int = Field(
+        0,
+        ge=0,
+        description="Prefill-decode disaggregation behind the router: so many of the training servers, the first ones, "
+        "compute prompts, and the others decode; 0: every one does both.",
+    )
     pause: Literal["retract", "in_place", "none"] = Field(
         "retract",
         description="New weights while requests run: retract recomputes their KV cache under the new weights, in_place "
         "keeps it, none lets them finish first.",
     )
     stream_interval: int = Field(
-        8, ge=1, description="Tokens between two messages of a request: what a dead server's episode loses at most."
+        16, ge=1, description="Tokens between two messages of a request: what a dead server's episode loses at most."
     )
     silence_timeout_s: float = Field(
         60.0, gt=0, description="A server that sends nothing for a running request this long is taken for hung."
@@ -58,6 +71,17 @@ class SGLangConfig(Section):
     server_args: dict[str, Any] = Field(
         default_factory=dict, description="Any argument of SGLang's ServerArgs, by its name, checked before the start."
     )
+
+    def phase_of(self, server: int | None, servers: int = 1) -> dict[str, Any]:
+        """Arguments that only training server ``server`` of all the ``servers`` of the run has: the part it takes where
+        prompts and decoding are apart. None: the server for evaluation, which does both."""
+        if not self.prefill_servers or server is None:
+            return {}
+        if server >= self.prefill_servers:
+            return {"disaggregation_mode": "decode"}
+        assert self.first_port is not None
+        bootstrap = self.first_port + servers + server
+        return {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": bootstrap}
 
     def gpus_of_server(self) -> int:
         """GPUs of one server, on all its nodes (on a CPU processes): tensor times pipeline parallelism, for each copy.

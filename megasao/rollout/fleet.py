@@ -61,7 +61,9 @@ class Fleet(Engine):
     def __init__(
         self, engines: Sequence[SGLangEngine], path: Path, *, staging: Path, retries: int, patience_s: float
     ) -> None:
-        self._replicas = {engine.url: Replica(engine) for engine in engines}
+        self._replicas: dict[str, Replica] = {}
+        for engine in engines:
+            self._take_in(engine)
         self._staging_path, self._path = staging, path
         self._staging: WeightStaging | None = None
         self._retries, self._patience_s = retries, patience_s
@@ -122,7 +124,9 @@ class Fleet(Engine):
                 if self._closed:
                     raise
                 so_far = joined(so_far, lost.partial)
-                self._lose(replica, str(lost))
+                # Behind a router it may have been any of them: each is used again once it is seen to be right.
+                for suspect in list(self._replicas.values()) if replica.engine.router else [replica]:
+                    self._lose(suspect, str(lost))
             else:
                 so_far = joined(so_far, result)
                 if result.finish_reason != "abort" or request.request_id in self._aborted or not replica.draining:
@@ -131,6 +135,8 @@ class Fleet(Engine):
             self._continued += 1
             if reason := ended(request, so_far):
                 return replace(so_far, finish_reason=reason)
+            if replica.engine.router or len(losses) > 1:  # the first time another server goes on at once
+                await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (len(losses) - 1)))
         raise EngineError(f"request {request.request_id!r} lost its server {len(losses)} times: {', '.join(losses)}")
 
     async def _place(self, session_id: str) -> Replica:
@@ -209,8 +215,9 @@ class Fleet(Engine):
         """Make a server that is up usable. EngineError if it is not up, or does not take the weights."""
         await replica.engine.reconnect()
         async with self._updating:  # no version may be committed between the load and the use
-            if self._staging is not None and self._staging.committed is not None:
-                await replica.engine.load(self._staging.committed)
+            committed = self._staging.committed if self._staging is not None else None
+            if committed is not None and replica.engine.label != committed.label:
+                await replica.engine.load(committed)
             replica.usable = True
         async with self._changed:
             self._changed.notify_all()
@@ -220,8 +227,13 @@ class Fleet(Engine):
         if engine.url in self._replicas:
             raise ValueError(f"{engine.url} is in the fleet already")
         await engine.start()
+        await self._join(self._take_in(engine))
+
+    def _take_in(self, engine: SGLangEngine) -> Replica:
+        if engine.router is not None:
+            engine.siblings = lambda: [replica.engine for replica in self._replicas.values()]
         replica = self._replicas[engine.url] = Replica(engine)
-        await self._join(replica)
+        return replica
 
     async def drain(self, url: str) -> None:
         """Send nothing more to a server; what it runs goes on elsewhere. ValueError if it is not in the fleet."""

@@ -86,6 +86,12 @@ def own_part(endpoints: Endpoints, name: str, environment: Mapping[str, str] = o
     return Part(f"{name}.{rank}", followers[rank - 1], world) if rank else Part(name, endpoints.engines[name], world)
 
 
+def training_server(role: str) -> int | None:
+    """Which of its worker's training servers a role is; None for the one that evaluates."""
+    which = role.split("-")[2].partition(".")[0]
+    return int(which) if which.isdigit() else None
+
+
 def start(run: RunDirectory, config: Config, part: Part) -> subprocess.Popen[bytes]:
     """Start the server of the run's first policy; the weights of later ones come from its rollout worker."""
     directory, address = run.engine(part.role), urlsplit(part.url)
@@ -99,6 +105,7 @@ def start(run: RunDirectory, config: Config, part: Part) -> subprocess.Popen[byt
         port=address.port,
         max_tokens=config.environment.max_tokens,
         routed_experts=config.actor.router_replay,
+        phase=options.phase_of(training_server(part.role), len(all_engine_names(config))),
     )
     file = directory / "args.json"
     file.write_text(json.dumps({**arguments, **part.world}, indent=2), encoding="utf-8")

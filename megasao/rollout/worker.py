@@ -55,7 +55,14 @@ def make_engines(run: RunDirectory, config: Config, index: int) -> tuple[Engine,
     if config.rollout.engine == "sglang":
         training, evaluation = training_servers(run.read_endpoints(), index), engine_names(config, index)[1]
         return (
-            sglang_engine(run, config, training, staging=f"rollout-{index}", seed=seeds[0]),
+            sglang_engine(
+                run,
+                config,
+                training,
+                staging=f"rollout-{index}",
+                seed=seeds[0],
+                router=config.rollout.sglang.router,
+            ),
             sglang_engine(run, config, [evaluation], staging=evaluation, seed=seeds[1]),
         )
     path, tokens = run.policy_path(config), config.environment.max_tokens
@@ -63,11 +70,14 @@ def make_engines(run: RunDirectory, config: Config, index: int) -> tuple[Engine,
     return one, other
 
 
-def sglang_engine(run: RunDirectory, config: Config, names: Sequence[str], *, staging: str, seed: int) -> Engine:
-    """The SGLang servers ``names`` as one engine; weights go through the run directory."""
+def sglang_engine(
+    run: RunDirectory, config: Config, names: Sequence[str], *, staging: str, seed: int, router: str | None = None
+) -> Engine:
+    """The SGLang servers ``names`` as one engine; weights go through the run directory, requests through ``router``."""
     from megasao.rollout.fleet import Fleet
 
-    addresses, make = run.read_endpoints().engines, server_maker(run, config, staging=staging, seed=seed)
+    make = server_maker(run, config, staging=staging, seed=seed, router=router)
+    addresses = run.read_endpoints().engines
     retries, patience = config.rollout.sglang.retries, config.supervision.start_timeout_s
     return Fleet(
         [make(addresses[name]) for name in names],
@@ -78,7 +88,9 @@ def sglang_engine(run: RunDirectory, config: Config, names: Sequence[str], *, st
     )
 
 
-def server_maker(run: RunDirectory, config: Config, *, staging: str, seed: int) -> "Callable[[str], SGLangEngine]":
+def server_maker(
+    run: RunDirectory, config: Config, *, staging: str, seed: int, router: str | None
+) -> "Callable[[str], SGLangEngine]":
     """What makes the engine for a server's address."""
     from megasao.rollout.engines.sglang import SGLangEngine
 
@@ -95,6 +107,7 @@ def server_maker(run: RunDirectory, config: Config, *, staging: str, seed: int) 
             start_timeout_s=config.supervision.start_timeout_s,
             update_timeout_s=config.transport.weights_timeout_s,
             key=key,
+            router=router,
         )
 
     return make
@@ -108,8 +121,9 @@ def fleet_members(run: RunDirectory, config: Config, index: int, training: Engin
     from megasao.rollout.members import FleetMembers
 
     assert isinstance(training, Fleet)
-    seed = config.run.seed * 2**20 + 2 * index
-    return FleetMembers(training, server_maker(run, config, staging=f"rollout-{index}", seed=seed))
+    router, seed = config.rollout.sglang.router, config.run.seed * 2**20 + 2 * index
+    make = server_maker(run, config, staging=f"rollout-{index}", seed=seed, router=router)
+    return FleetMembers(training, make)
 
 
 async def _serve(

@@ -15,6 +15,8 @@ BASE = ["loop.steps=160", "sft.steps=800"]
 TWO_SEGMENTS = ["environment.compaction.max_segments=2", "environment.compaction.summary_tokens=9"]
 DECODES = "rollout.sglang.server_args={disaggregation_mode: decode}"
 
+ROUTED = ["rollout.engine=sglang", "rollout.sglang.first_port=30000", "rollout.sglang.router=http://127.0.0.1:30100"]
+
 CASES = [
     (["loop.batch_size=1"], ["loop.batch_size=2"], "loop.batch_size", "critic cannot learn"),
     (["buffer.max_trajectories=63"], ["buffer.max_trajectories=64"], "loop.batch_size", "buffer.max_trajectories = 63"),
@@ -180,6 +182,28 @@ CASES = [
         ["rollout.sglang.first_port=64999"],
         "rollout.sglang.first_port",
         "beyond 65535",
+    ),
+    (
+        ["rollout.sglang.router=http://127.0.0.1:1", "rollout.sglang.first_port=30000"],
+        [*ROUTED, "rollout.sglang.router=http://127.0.0.1:1"],
+        "rollout.sglang.router",
+        "rollout.engine = embedded",
+    ),
+    ([*ROUTED, "rollout.sglang.router=127.0.0.1:1"], ROUTED, "rollout.sglang.router", "http://HOST:PORT"),
+    ([*ROUTED, "rollout.sglang.first_port=null"], ROUTED, "rollout.sglang.first_port", "must know its servers"),
+    ([*ROUTED, "rollout.workers=2"], ROUTED, "rollout.workers", "servers of one worker"),
+    ([*ROUTED, "rollout.sglang.pause=none"], ROUTED, "rollout.sglang.pause", "do not wait for an update"),
+    (
+        [*ROUTED, "rollout.sglang.servers=2", "rollout.sglang.prefill_servers=2"],
+        [*ROUTED, "rollout.sglang.servers=3", "rollout.sglang.prefill_servers=2"],
+        "rollout.sglang.prefill_servers",
+        "no server that decodes",
+    ),
+    (
+        ["rollout.engine=sglang", "rollout.sglang.servers=2", "rollout.sglang.prefill_servers=1"],
+        [*ROUTED, "rollout.sglang.servers=2", "rollout.sglang.prefill_servers=1"],
+        "rollout.sglang.prefill_servers",
+        "set rollout.sglang.router",
     ),
     (
         ["algorithm.advantages.policy_lambda=1.1"],

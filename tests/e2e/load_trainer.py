@@ -1,15 +1,17 @@
 """What stands in the trainer's place in a load run: it trains nothing, and makes trouble.
 
-    python load_trainer.py RUN '{"seconds": 600, "kill_every_s": 60, "warm": 1000}'
+    python load_trainer.py RUN '{"seconds": 600, "kill_every_s": 60, "warm": 1000, "change_at_s": 600}'
 
 It takes batches as fast as they come, gives out new weights every few of them, kills one SGLang server after the other
-and watches them come back, and measures the memory of the rollout worker and the controller. At the end it takes no
-more, waits until every lease has ended, and writes ``RUN/load.json``. Everything else of the run is the product's.
+and watches them come back, and measures the memory of the rollout worker and the controller. Once it adds a server, and
+removes another. At the end it takes no more, waits until every lease has ended, and writes ``RUN/load.json``. All else
+of the run is the product's.
 """
 
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import urllib.error
@@ -25,7 +27,7 @@ from safetensors.torch import load_file
 from megasao.config import Config
 from megasao.config.lifesign import LifeSign
 from megasao.config.load import load_config
-from megasao.config.rundir import RunDirectory, engine_names
+from megasao.config.rundir import RunDirectory, engine_names, training_servers
 from megasao.trajectories.schema import from_batch, from_ipc
 from megasao.transport.client import ControllerClient
 from megasao.transport.messages import (
@@ -66,7 +68,7 @@ class Killer:
 
     def __init__(self, run: RunDirectory, config: Config, every_s: float) -> None:
         self._run, self._every_s = run, every_s
-        self._names, _ = engine_names(config, 0)
+        self._planned, _ = engine_names(config, 0)
         self._due = time.monotonic() + every_s / 2
         self.kills: list[Kill] = []
 
@@ -85,7 +87,8 @@ class Killer:
         elif now >= self._due:
             self._due = now + self._every_s
             number = len(self.kills)
-            name, how = self._names[number % len(self._names)], ("process", "group")[number // len(self._names) % 2]
+            names = [name for name in training_servers(self._run.read_endpoints(), 0) if name in self._planned]
+            name, how = names[number % len(names)], ("process", "group")[number // len(names) % 2]
             self._kill(name, how)
             self.kills.append(Kill(name, how, trajectories, time.monotonic()))
 
@@ -93,11 +96,7 @@ class Killer:
         """The role's process leads a group of its own, which the server belongs to."""
         arguments = str(self._run.engine(name) / "args.json")
         for child in psutil.Process(os.getppid()).children(recursive=True):
-            try:
-                found = arguments in child.cmdline()
-            except psutil.Error:
-                continue
-            if found:
+            if arguments in command_of(child):
                 os.killpg(os.getpgid(child.pid), signal.SIGKILL) if how == "group" else child.kill()
                 return
         raise AssertionError(f"{name} does not run")
@@ -109,6 +108,53 @@ class Killer:
                 return bool(answer.status == 200)
         except (OSError, urllib.error.URLError):
             return False
+
+
+class Change:
+    """One more server by `megasao engine --add`, and when that is in use, one less by `--remove`."""
+
+    REMOVED = "engine-0-1"
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run, self._log = run, (run.logs / "changes.log").open("ab")
+        self._adding: subprocess.Popen[bytes] | None = None
+        self._removing: subprocess.Popen[bytes] | None = None
+        self.is_done = False
+
+    def tick(self) -> None:
+        """The next step of the change, if it is time for it."""
+        said = (self._run.logs / "rollout-0.log").read_text(encoding="utf-8")
+        if self._adding is None:
+            self._adding = self._start("--add", "0")
+        elif self._removing is None and "was added" in said:
+            self._removing = self._start("--remove", self.REMOVED)
+        elif self._removing is not None and self._removing.poll() is not None:
+            assert self._removing.returncode == 0, "see logs/changes.log"
+            self.is_done = "was drained and let go" in said and not self._is_running()
+        assert self._adding.poll() is None, "the server that was added has ended"
+
+    def _is_running(self) -> bool:
+        arguments = str(self._run.engine(self.REMOVED) / "args.json")
+        tree = psutil.Process(os.getppid()).children(recursive=True)
+        return any(arguments in command_of(child) for child in tree)
+
+    def _start(self, *change: str) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-P", "-m", "megasao", "engine", "--run", str(self._run.path), *change]
+        return subprocess.Popen(command, stdout=self._log, stderr=self._log)
+
+    def close(self) -> None:
+        """End the server that was added."""
+        if self._adding is not None:
+            self._adding.terminate()
+            self._adding.wait(30)
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Its command line; nothing if it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 class LoadTrainer:
@@ -123,23 +169,21 @@ class LoadTrainer:
         self._lifesign = LifeSign(run.heartbeat("trainer-0"))
         self._version, self._step, self._trajectories = -1, 0, 0
         self._memory: list[dict[str, int]] = []
-        self._measured = 0.0
+        self._measured = self._seconds = 0.0
 
     def play(self) -> None:
         self._publish()
         while self._trajectories < self._options["warm"]:
             self._take_batch()
-        killer = Killer(self._run, self._config, self._options["kill_every_s"])
-        started, before = time.monotonic(), self._trajectories
-        while time.monotonic() - started < self._options["seconds"] or killer.waiting:
-            self._take_batch()
-            killer.tick(self._trajectories)
-            self._measure()
-        seconds, trajectories = time.monotonic() - started, self._trajectories - before
-        status = self._drain()
+        killer, change = Killer(self._run, self._config, self._options["kill_every_s"]), Change(self._run)
+        try:
+            self._make_trouble(killer, change)
+            status = self._drain()
+        finally:
+            change.close()
         report = {
-            "seconds": seconds,
-            "trajectories": trajectories,
+            "seconds": self._seconds,
+            "trajectories": self._trajectories,
             "versions": self._version + 1,
             "steps": self._step,
             "kills": [asdict(kill) for kill in killer.kills],
@@ -149,6 +193,19 @@ class LoadTrainer:
         (self._run.path / "load.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
         self._ask(FinishRequest("the load run is over"))
         self._publisher.close()
+
+    def _make_trouble(self, killer: Killer, change: Change) -> None:
+        """Until the time is over, every server is back, and the change is made."""
+        started = time.monotonic()
+        while (passed := time.monotonic() - started) < self._options["seconds"] or killer.waiting or not change.is_done:
+            self._take_batch()
+            if passed < self._options["seconds"] or killer.waiting:
+                killer.tick(self._trajectories)
+            if passed >= self._options["change_at_s"]:
+                change.tick()
+            self._measure()
+            assert passed < self._options["seconds"] + 2 * BACK_S, "servers did not come or go; see the run's logs"
+        self._seconds = passed
 
     def _take_batch(self) -> None:
         """One batch with all its rows, or nothing after a short wait."""

@@ -28,6 +28,8 @@ CONCURRENCY, BATCH = 256, 64
 DRIVER = Path(__file__).with_name("load_trainer.py")
 SECONDS = float(os.environ.get("MEGASAO_LOAD_SECONDS", 600))
 """Of the long version."""
+LEAST_KILLS = max(2, int(SECONDS // 150))
+"""One waits for the server before it; on a busy machine that takes more than the minute."""
 GROWTH = 0.03
 """A process that has this much more memory, by median, in the last third of its measurements than in the first is
 growing."""
@@ -99,6 +101,7 @@ def check(found: Load, least_kills: int) -> None:
     assert launcher.count("restarting engine-0-") == len(kills), launcher
     worker = (found.run.logs / "rollout-0.log").read_text(encoding="utf-8")
     assert worker.count("is not used until it is back") >= len(kills), "no request noticed"
+    assert sorted(found.run.read_endpoints().engines) == ["engine-0-0", "engine-0-evaluation"], "one came and one went"
     assert found.report["versions"] > len(kills), "new weights came all the time"
     check_leases(found.counters)
     records = runs.read_ledger(found.run)
@@ -110,15 +113,15 @@ def check(found: Load, least_kills: int) -> None:
 
 @pytest.mark.timeout(600)
 def test_servers_are_killed_and_no_lease_is_lost(tmp_path: Path) -> None:
-    """A minute of the test below."""
-    check(load(tmp_path, seconds=20, kill_every_s=12, warm=256), least_kills=1)
+    """A minute of the test below. While one server is away another is added, and the second one is removed."""
+    check(load(tmp_path, seconds=10, kill_every_s=10, warm=128, change_at_s=0), least_kills=1)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(SECONDS + 900)
 def test_ten_minutes_with_a_server_killed_every_minute(tmp_path: Path) -> None:
-    found = load(tmp_path, seconds=SECONDS, kill_every_s=60, warm=4000)
-    check(found, least_kills=int(SECONDS // 60) - 1)
+    found = load(tmp_path, seconds=SECONDS, kill_every_s=60, warm=512, change_at_s=SECONDS / 3)
+    check(found, least_kills=LEAST_KILLS)
     for role in ("rollout", "controller"):
         check_memory([sample[role] for sample in found.report["memory"]])
 

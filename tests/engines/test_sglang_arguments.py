@@ -26,6 +26,7 @@ from megasao.rollout.engines.sglang_arguments import (
     server_environment,
     vocab_size,
 )
+from megasao.rollout.server import training_server
 from megasao.studies.tiny_model import write_tokenizer
 from tests.megatron.tiny import write_tiny_tokenizer
 from tests.megatron.tiny_families import SETTINGS, write_tiny_family
@@ -128,6 +129,16 @@ def test_the_user_wins_over_defaults_and_we_over_the_user() -> None:
     assert (arguments["dtype"], arguments["port"], arguments["stream_interval"]) == ("bfloat16", 2, 3)
     assert arguments["context_length"] == 100 + CONTEXT_SLACK
     assert arguments["disable_overlap_schedule"], "spans of in-place updates would be off by one token"
+
+
+def test_servers_behind_a_router_may_have_a_part_each() -> None:
+    config = sglang_config(servers=3, first_port=30000, prefill_servers=2, router="http://127.0.0.1:30100")
+    phases = [config.phase_of(server, 4) for server in (0, 1, 2, None)]
+    modes = [(phase.get("disaggregation_mode"), phase.get("disaggregation_bootstrap_port")) for phase in phases]
+    assert modes == [("prefill", 30004), ("prefill", 30005), ("decode", None), (None, None)]
+    assert [training_server(role) for role in ("engine-0-2", "engine-3-0.1", "engine-0-evaluation")] == [2, 0, None]
+    where = {"served": Path("model"), "host": "127.0.0.1", "port": 2, "max_tokens": 100}
+    assert server_arguments(config, **where, phase=phases[0])["disaggregation_mode"] == "prefill"  # type: ignore[arg-type]
 
 
 def test_only_a_cpu_server_sees_the_stand_ins() -> None:

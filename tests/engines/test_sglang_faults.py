@@ -119,7 +119,7 @@ def make_engine(url: str, checkpoint: Path, directory: Path, **options: Any) -> 
     return SGLangEngine(
         url,
         checkpoint,
-        sglang_config(silence_timeout_s=BOUND_S, **options),
+        sglang_config(silence_timeout_s=BOUND_S, **{"stream_interval": 1, **options}),
         staging=directory / "weights",
         max_total_tokens=64,
         seed=0,

@@ -3,7 +3,10 @@ or is drained."""
 
 import asyncio
 import signal
+import subprocess
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,9 @@ from engine_checkpoints import (
     save_tensors,
 )
 from expert_contract import chosen_by_transformers
-from sglang_server import RunningServer, needs_sglang, sglang_config
+from sglang_server import PYTHON, RunningServer, ask, needs_sglang, sglang_config
 
+from megasao.launch.ports import free_ports
 from megasao.rollout.engines.base import EngineError, GenerateRequest, GenerateResult, SamplingParams
 from megasao.rollout.engines.parts import joined, rest_of
 from megasao.rollout.engines.sglang import SGLangEngine
@@ -58,7 +62,7 @@ class World:
     def __init__(self, checkpoint: Path, servers: list[RunningServer], directory: Path) -> None:
         self.checkpoint, self.servers, self.directory = checkpoint, servers, directory
 
-    def engine(self, server: RunningServer) -> SGLangEngine:
+    def engine(self, server: RunningServer, router: str | None = None) -> SGLangEngine:
         return SGLangEngine(
             server.url,
             self.checkpoint,
@@ -68,11 +72,12 @@ class World:
             seed=1,
             start_timeout_s=240.0,
             update_timeout_s=30.0,
+            router=router,
         )
 
-    def run(self, body: Callable[[Fleet], Awaitable[Any]], *, count: int = 2) -> Any:
+    def run(self, body: Callable[[Fleet], Awaitable[Any]], *, count: int = 2, router: str | None = None) -> Any:
         async def whole() -> Any:
-            engines = [self.engine(server) for server in self.servers[:count]]
+            engines = [self.engine(server, router) for server in self.servers[:count]]
             fleet = Fleet(engines, self.checkpoint, staging=self.directory / "fleet", retries=3, patience_s=60.0)
             await fleet.start()
             try:
@@ -175,6 +180,74 @@ async def stopped_in_the_middle(fleet: Fleet, world: World) -> tuple[asyncio.Tas
         server.signal(signal.SIGCONT)
         await running
     raise AssertionError("no request was stopped in time")
+
+
+def has_router() -> bool:
+    """Whether SGLang's environment has the package sglang-router."""
+    return (
+        PYTHON.exists() and subprocess.run([PYTHON, "-c", "import sglang_router"], capture_output=True).returncode == 0
+    )
+
+
+@contextmanager
+def routing(servers: list[RunningServer], log: Path) -> Iterator[str]:
+    """SGLang's router in front of the servers; its address."""
+    port, metrics = free_ports(2)
+    command = [str(PYTHON), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--worker-urls", *(server.url for server in servers), "--policy", "manual", "--assignment-mode"]
+    command += ["min_load", "--worker-startup-check-interval", "1", "--prometheus-port", str(metrics)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + 120
+        while ask(f"http://127.0.0.1:{port}", "/health") != 200:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.3)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+@needs_sglang
+@pytest.mark.skipif(not has_router(), reason="SGLang's environment has no sglang-router")
+def test_a_router_may_choose_the_servers(world: World) -> None:
+    """Episodes stay where it puts them; weights and health are still those of each server."""
+    changed = perturb(load_tensors(world.checkpoint), 6)
+    names = [f"episode-{index}" for index in range(6)]
+
+    async def two_turns(fleet: Fleet, name: str, index: int) -> GenerateResult:
+        first = await fleet.generate(make_request(name, ids=[index, *PROMPT], tokens=20))
+        second = await fleet.generate(make_request(name, ids=[index, *PROMPT, *first.output_ids, 7], tokens=2))
+        assert second.metrics["cached_tokens"] >= len(PROMPT) + 20, "another server has not these keys and values"
+        return first
+
+    async def body(fleet: Fleet) -> list[GenerateResult]:
+        found = await asyncio.gather(*(two_turns(fleet, name, index) for index, name in enumerate(names)))
+        assert all(result.weight_versions == [(0, 1)] for result in found)
+        stopped = make_request("stopped")
+        running = asyncio.create_task(fleet.generate(stopped))
+        await until_generated(fleet, 10)
+        await fleet.abort(stopped.request_id)
+        assert (await running).finish_reason == "abort", "whichever server has it"
+        await load(fleet, 2, changed)
+        before = [await fleet.generate(make_request(f"before-{index}", tokens=8)) for index in range(4)]
+        # One of them has other weights, as after a restart that nobody saw.
+        stranger = fleet._replicas[world.servers[1].url].engine
+        body = {"model_path": str(world.checkpoint), "load_format": "safetensors", "weight_version": "3.stranger"}
+        await stranger._client.call("/update_weights_from_disk", body, 60.0)  # type: ignore[union-attr]
+        after = await asyncio.gather(
+            *(fleet.generate(make_request(f"after-{index}", tokens=8)) for index in range(8)),
+        )
+        assert fleet.stats()["continued_requests"] > 0, "no request came to the stranger"
+        return [*before, *after]
+
+    with routing(world.servers, world.directory / "router.log") as router:
+        found = world.run(body, router=router)
+    assert all(result.weight_versions == [(0, 2)] for result in found)
+    path = save_tensors(world.checkpoint, world.directory / "routed", changed)
+    for result in found:
+        check(path, result)
 
 
 @needs_sglang

@@ -15,7 +15,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,8 @@ class SGLangEngine(Engine):
     """Drives the server at ``url``, which serves the checkpoint at ``path``.
 
     ``staging`` is a directory of its own for weights, which the server can read. ``max_total_tokens`` bounds input plus
-    new tokens of a request; ``seed`` is used by requests without one; ``key`` is what the server asks for.
+    new tokens of a request; ``seed`` is used by requests without one; ``key`` is what the server asks for. With
+    ``router`` requests go there, and may be answered by any server that has the same weights.
     """
 
     def __init__(
@@ -67,7 +68,11 @@ class SGLangEngine(Engine):
         start_timeout_s: float,
         update_timeout_s: float,
         key: str | None = None,
+        router: str | None = None,
     ) -> None:
+        self.router = router
+        self.siblings: Callable[[], Sequence[SGLangEngine]] = lambda: [self]
+        """Engines of the servers that may have a request of this one: behind a router, all of them."""
         self.url, self._path, self._config, self._staging_path, self._key = url, path, config, staging, key
         self._max_total, self._seed = max_total_tokens, seed
         self._start_timeout_s, self._update_timeout_s = start_timeout_s, update_timeout_s
@@ -94,11 +99,18 @@ class SGLangEngine(Engine):
     def weight_version(self) -> int:
         return self._version
 
+    @property
+    def label(self) -> str | None:
+        """What the server calls its weights; None before it was asked."""
+        return self._labels[self._current] if self._labels else None
+
     async def start(self) -> None:
         """Wait for the server. ServerUnreachable after ``start_timeout_s``."""
         if self._client is not None:
             raise EngineError("the engine was started before; make a new one")
-        self._client = ServerClient(self.url, silence_timeout_s=self._config.silence_timeout_s, key=self._key)
+        self._client = ServerClient(
+            self.url, silence_timeout_s=self._config.silence_timeout_s, key=self._key, router=self.router
+        )
         await self.reconnect()
 
     async def reconnect(self) -> None:
@@ -155,8 +167,10 @@ class SGLangEngine(Engine):
         client = self._connected()
         if self._refuses is not None:
             raise RequestLost(f"{self.url}: {self._refuses}", nothing(request))
-        running = _Running(request, self._labels, self._current, self._experts)
-        if self._updating.locked():
+        # Another server behind a router may have been updated a little before this one, or a little after.
+        first = max(0, self._current - 1) if self.router else self._current
+        running = _Running(request, self._labels, first, self._experts)
+        if self._updating.locked() or self.router:
             running.hold()
         self._running[request.request_id] = running
         self._clock()
@@ -184,7 +198,7 @@ class SGLangEngine(Engine):
         if self._config.pause == "none":  # a cache of older weights is there until the end of an update
             async with self._updating:
                 pass
-        async with aclosing(client.stream(self._body(running))) as pieces:
+        async with aclosing(client.stream(self._body(running), running.request.session_id)) as pieces:
             async for piece in pieces:
                 self._take(running, piece)
 
@@ -194,7 +208,8 @@ class SGLangEngine(Engine):
         body: dict[str, Any] = {
             "rid": running.rid,
             "input_ids": [int(token) for token in request.input_ids],
-            "stream": True,
+            # Of a request of one message there is nothing to keep when the server is lost; a stream costs it more.
+            "stream": sampling.max_new_tokens > self._config.stream_interval,
             "return_logprob": sampling.return_logprobs,
             "logprob_start_len": -1,
             "sampling_params": {
@@ -236,6 +251,10 @@ class SGLangEngine(Engine):
             await asyncio.sleep(_ABORT_AGAIN_S)
 
     async def _abort_once(self, rid: str) -> None:
+        await asyncio.gather(*(engine.abort_here(rid) for engine in self.siblings()))
+
+    async def abort_here(self, rid: str) -> None:
+        """End a request at this server, if it has it."""
         if self._client is not None and not self._client.closed:
             try:
                 await self._client.call("/abort_request", {"rid": rid}, CALL_TIMEOUT_S)

@@ -18,6 +18,7 @@ from typing import Any
 from megasao.config.sglang import CONTEXT_SLACK, SGLangConfig
 from megasao.families import HfConfig
 from megasao.families.facts import is_moe_layer
+from megasao.rollout.engines.sglang_client import SERVER_KEEPS_ALIVE_S
 
 SERVE_SCRIPT = Path(__file__).with_name("sglang_serve.py")
 CPU_SUPPORT = Path(__file__).with_name("sglang_cpu")
@@ -43,10 +44,22 @@ _NOT_SERVED = ("config.json", "generation_config.json")
 
 
 def server_arguments(
-    config: SGLangConfig, *, served: Path, host: str, port: int, max_tokens: int, routed_experts: bool = False
+    config: SGLangConfig,
+    *,
+    served: Path,
+    host: str,
+    port: int,
+    max_tokens: int,
+    routed_experts: bool = False,
+    phase: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """ServerArgs of one server by name; ``max_tokens`` is the longest episode, ``routed_experts`` whether the server
-    is to record where its tokens went."""
+    """ServerArgs of one server by name.
+
+    Args:
+        max_tokens: the longest episode.
+        routed_experts: whether the server is to record where its tokens went.
+        phase: what only this server has.
+    """
     defaults: dict[str, Any] = {"context_length": max_tokens + CONTEXT_SLACK, "log_level": "warning"}
     if runs_on_cpu(config):
         defaults |= _ON_CPU
@@ -62,7 +75,7 @@ def server_arguments(
         "stream_interval": config.stream_interval,
         "enable_return_routed_experts": routed_experts,
     }
-    return {**defaults, **config.server_args, **ours}
+    return {**defaults, **config.server_args, **ours, **(phase or {})}
 
 
 def server_environment(
@@ -76,6 +89,7 @@ def server_environment(
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by CONTEXT_SLACK, which no token ever reaches
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPS_ALIVE_S),
     }
     if runs_on_cpu(config):
         environment |= {
@@ -132,7 +146,8 @@ def check_server_args(config: SGLangConfig, *, timeout_s: float = CHECK_TIMEOUT_
     """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "args.json"
-        path.write_text(json.dumps(config.server_args), encoding="utf-8")
+        asked = {**config.server_args, **config.phase_of(0)}
+        path.write_text(json.dumps(asked), encoding="utf-8")
         try:
             done = subprocess.run(
                 server_command(config, "check", path),

@@ -19,6 +19,13 @@ from megasao.rollout.engines.base import EngineError
 CONNECT_TIMEOUT_S = 10.0
 MOST_CONNECTIONS = 512
 """Requests beyond wait here: a server on a laptop accepts no more open files than this by far."""
+KEEP_ALIVE_S = 15.0
+"""Longest time that a connection is kept idle; ``SERVER_KEEPS_ALIVE_S`` of the servers is longer."""
+SERVER_KEEPS_ALIVE_S = 75
+ROUTING_KEY = "X-SMG-Routing-Key"
+"""The header that SGLang's router routes by (its policy ``manual``)."""
+_NO_SERVER = (502, 503, 504)
+"""What a router answers when its server has gone."""
 _BUFFER_BYTES = 4 * 2**20
 
 
@@ -67,27 +74,43 @@ _decoder = msgspec.json.Decoder(Piece)
 
 
 class ServerClient:
-    """Calls to the server at ``url``, which asks for ``key``. Made and used inside one event loop."""
+    """Calls to the server at ``url``, which asks for ``key``. Made and used inside one event loop.
 
-    def __init__(self, url: str, *, silence_timeout_s: float, key: str | None = None) -> None:
+    ``router``: where requests go instead, and nothing else; it passes the key on.
+    """
+
+    def __init__(
+        self, url: str, *, silence_timeout_s: float, key: str | None = None, router: str | None = None
+    ) -> None:
         self.url = url.rstrip("/")
+        self._requests = (router or url).rstrip("/")
         self._silence_timeout_s = silence_timeout_s
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_timeout_s)
-        # A connection is not used twice: the server closes idle ones, and a request sent at that moment would be lost.
-        connector = aiohttp.TCPConnector(limit=MOST_CONNECTIONS, force_close=True)
+        # The server keeps idle ones much longer: a request sent while it closes them would be lost.
+        connector = aiohttp.TCPConnector(limit=MOST_CONNECTIONS, keepalive_timeout=KEEP_ALIVE_S)
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=timeout,
             read_bufsize=_BUFFER_BYTES,
-            headers={"Authorization": f"Bearer {key}"} if key is not None else None,
+            headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
         )
 
-    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Piece, None]:
-        """POST /generate: messages until the last. ServerUnreachable, or EngineError for a refusal."""
+    async def stream(self, body: dict[str, Any], session: str) -> AsyncGenerator[Piece, None]:
+        """POST /generate: messages until the last, or the one answer if ``body`` asks for no stream. ServerUnreachable,
+        or EngineError for a refusal.
+
+        ``session``: what a router may keep on one server.
+        """
+        headers = {ROUTING_KEY: session} if self._requests != self.url else None
+        data = msgspec.json.encode(body)
         try:
-            async with self._session.post(f"{self.url}/generate", json=body) as response:
+            async with self._session.post(f"{self._requests}/generate", data=data, headers=headers) as response:
                 if response.status != 200:
-                    raise EngineError(f"{self.url}/generate: status {response.status}: {await _reason(response)}")
+                    kind = ServerUnreachable if response.status in _NO_SERVER else EngineError
+                    raise kind(f"{self._requests}/generate: status {response.status}: {await _reason(response)}")
+                if not body["stream"]:
+                    yield self._decode(await response.read())
+                    return
                 async with aclosing(_lines(response)) as lines:
                     async for line in lines:
                         if line.startswith(b"data: {"):
@@ -109,7 +132,8 @@ class ServerClient:
         method = "GET" if body is None else "POST"
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
+            data = None if body is None else msgspec.json.encode(body)
+            async with self._session.request(method, self.url + path, data=data, timeout=timeout) as response:
                 if response.status != 200:
                     raise EngineError(f"{self.url}{path}: status {response.status}: {await _reason(response)}")
                 content = await response.read()
