@@ -17,6 +17,7 @@ from megasao.environments.openenv import OpenEnvEnvironment
 from megasao.environments.options import nearest
 from megasao.environments.reasoning_gym import ReasoningGymEnvironment
 from megasao.environments.tool_agent import ToolEnvironment
+from megasao.environments.verifiers_tasks import VerifiersEnvironment
 
 _ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     CalculatorEnvironment.name: CalculatorEnvironment.from_options,
@@ -27,6 +28,7 @@ _ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     OpenEnvEnvironment.name: OpenEnvEnvironment.from_options,
     ReasoningGymEnvironment.name: ReasoningGymEnvironment.from_options,
     ToolEnvironment.name: ToolEnvironment.from_options,
+    VerifiersEnvironment.name: VerifiersEnvironment.from_options,
 }
 
 
