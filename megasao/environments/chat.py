@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -29,7 +29,7 @@ _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls
 class _Generation(Extension):
     """``{% generation %}`` around what the model says: a mark for fine-tuning, which changes no text."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """The nodes within, as they are."""

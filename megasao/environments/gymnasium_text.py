@@ -27,10 +27,8 @@ from megasao.environments.base import (
 )
 from megasao.environments.options import read_options
 from megasao.environments.splits import text_hash
-from megasao.environments.threads import CallingThread
+from megasao.environments.threads import MOST_HUNG, CallingThread
 
-MOST_HUNG = 8
-"""Episodes that may hang in a process before further ones are refused."""
 CLOSE_S = 5.0
 """Longest wait for an environment to close."""
 

@@ -18,6 +18,7 @@ from megasao.environments.options import nearest
 from megasao.environments.reasoning_gym import ReasoningGymEnvironment
 from megasao.environments.swebench.environment import SwebenchEnvironment
 from megasao.environments.tool_agent import ToolEnvironment
+from megasao.environments.verifiers_tasks import VerifiersEnvironment
 
 _ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     CalculatorEnvironment.name: CalculatorEnvironment.from_options,
@@ -29,6 +30,7 @@ _ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     ReasoningGymEnvironment.name: ReasoningGymEnvironment.from_options,
     SwebenchEnvironment.name: SwebenchEnvironment.from_options,
     ToolEnvironment.name: ToolEnvironment.from_options,
+    VerifiersEnvironment.name: VerifiersEnvironment.from_options,
 }
 
 

@@ -12,6 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+MOST_HUNG = 8
+"""Calls that may hang in a process before its owner makes no further ones."""
+
 Result = TypeVar("Result")
 _Call = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 

@@ -10,8 +10,8 @@ gymnasium = pytest.importorskip("gymnasium", reason="the package gymnasium is no
 
 from megasao.config.rollout import EnvironmentConfig  # noqa: E402
 from megasao.environments.base import EnvironmentFailure  # noqa: E402
-from megasao.environments.gymnasium_text import MOST_HUNG  # noqa: E402
 from megasao.environments.registry import make_environment  # noqa: E402
+from megasao.environments.threads import MOST_HUNG  # noqa: E402
 
 LAKE = {
     "id": "FrozenLake-v1",

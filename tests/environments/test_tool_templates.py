@@ -120,6 +120,13 @@ def test_rendering_the_whole_again_would_show(name, tmp_path):
     assert again[: len(made)] != made
 
 
+def test_marks_for_fine_tuning_change_no_text():
+    template = ChatTemplate(
+        "{% for m in messages %}[{% generation %}{{ m.content }}{% endgeneration %}]{% endfor %}", {}
+    )
+    assert template.render([{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]) == "[a][b]"
+
+
 def test_the_templates_show_the_tools():
     for family in FAMILIES.values():
         template = ChatTemplate(family.template, dict(family.variables))
