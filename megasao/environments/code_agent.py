@@ -1,7 +1,7 @@
 """Mending a small repository with a shell and an editor in the sandbox; hidden tests give the reward.
 
-A turn of the model does one thing, the last fenced block in it (``edits``). A turn without a block hands the work in: the
-hidden tests run in a fresh sandbox on the workspace as it is, and the reward is 1 if all pass, else 0.
+A turn of the model does one thing, the last fenced block in it (``edits``). A turn without a block hands the work in:
+the hidden tests run in a fresh sandbox on the workspace as it is, and the reward is 1 if all pass, else 0.
 
 Invariants:
 - nothing of the hidden tests is in the workspace while the model works, and files of their names are replaced;

@@ -19,6 +19,8 @@ from megasao.environments.swebench.tests import (
     read_sympy,
     read_unittest,
     targets,
+)
+from megasao.environments.swebench.tests import (
     test_run as run_of,
 )
 from megasao.environments.swebench.work import judge

@@ -7,7 +7,7 @@ Invariants:
 - a container that shares processes or network with the host is refused before any command runs, except for ``none``;
 - a command ends in bounded time, and nothing of it runs on afterwards; output beyond the limit is dropped, not kept;
 - files stay from command to command, and end with the container;
-- the loop ends with its standard input: when this process dies, the container ends, and its runtime removes it;
+- when this process dies, however it dies, the container ends and is removed;
 - a container that breaks is a ``ContainerFailure``: counted, never an outcome.
 """
 
@@ -58,6 +58,15 @@ done
 """
 
 
+# Waits beside the container for the end of this process, or its word, and then ends what is left.
+_REAPER = """
+read -r group
+cat >/dev/null
+[ -z "$group" ] || kill -KILL -- "-$group" 2>/dev/null
+[ $# = 0 ] || exec "$@"
+"""
+
+
 class ContainerFailure(EnvironmentFailure):
     """A container did not start, ended by itself, or does not answer."""
 
@@ -87,11 +96,14 @@ class Container:
         inside = bubblewrap.WORKSPACE if runtime == "bubblewrap" else self._home.name if self._home else directory
         self._spot = Spot(self.name, image, inside, limits)
         self._process: asyncio.subprocess.Process | None = None
+        self._reaper: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         """Begin. ContainerFailure if it does not, or shares more with the host than it may."""
         ends = "own" if self.runtime == "none" else "all"
         inside = ["/bin/sh", "-c", LOOP, "sh", self._spot.directory, ends]
+        if self.runtime != "bubblewrap":  # which dies with its parent
+            self._reaper = await self._start_reaper()
         options = bubblewrap.identity() if self.runtime == "bubblewrap" else {"env": variables(self.runtime)}
         self._process = await asyncio.create_subprocess_exec(
             *command_line(self.runtime, self._spot, inside),
@@ -102,6 +114,9 @@ class Container:
             cwd="/",
             **options,
         )
+        if self._reaper is not None:
+            assert self._reaper.stdin is not None
+            self._reaper.stdin.write(f"{self._process.pid}\n".encode())
         self._complaints = asyncio.create_task(_drain(self._process.stderr))
         try:
             words = (await asyncio.wait_for(self._read_line(), START_TIMEOUT_S)).split()
@@ -150,27 +165,30 @@ class Container:
         if process is not None:
             assert process.stdin is not None
             process.stdin.close()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
+            if self._reaper is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if self._reaper is not None:
+            assert self._reaper.stdin is not None
+            self._reaper.stdin.close()
+        for ending in (self._reaper, process):
+            if ending is not None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ending.wait(), 3 * END_TIMEOUT_S)
+        if process is not None:
             self._complaints.cancel()
-            await self._remove()
         if self._home is not None:
             self._home.cleanup()
 
-    async def _remove(self) -> None:
-        command = removal(self.runtime, self.name)
-        if command is None:
-            return
-        remover = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
+    async def _start_reaper(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *("/bin/sh", "-c", _REAPER, "sh", *(removal(self.runtime, self.name) or [])),
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
         )
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(remover.wait(), 3 * END_TIMEOUT_S)
 
     async def _watch(self, answer: "asyncio.Task[tuple[bytes, bool, int]]", deadline: float) -> bool:
         """Until there is an answer; whether a process was ended for its memory. ContainerFailure without one."""
