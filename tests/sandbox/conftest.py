@@ -21,7 +21,7 @@ def archive(tmp_path_factory):
 @pytest.fixture(scope="session")
 def ready(tmp_path_factory):
     """Skips where a runtime is not here; podman uses runc where it can, which knows both kinds of control groups."""
-    if shutil.which("runc") and "CONTAINERS_CONF" not in os.environ:
+    if shutil.which("runc", path=f"{os.environ['PATH']}:/usr/sbin") and "CONTAINERS_CONF" not in os.environ:
         file = tmp_path_factory.mktemp("podman") / "containers.conf"
         file.write_text('[engine]\nruntime = "runc"\n')
         os.environ["CONTAINERS_CONF"] = str(file)
