@@ -20,7 +20,9 @@ from megasao.environments.code_tasks import SHIPPED, CodeTask, load_tasks
 from megasao.environments.edits import HOW, Block, find_block, replaced
 from megasao.environments.options import read_options
 from megasao.environments.python_tool import INTERPRETER, require_interpreter
-from megasao.environments.sandbox.run import Sandbox, SandboxLimits
+from megasao.environments.sandbox.contained import check_choice, chosen_sandbox
+from megasao.environments.sandbox.limits import SandboxLimits
+from megasao.environments.sandbox.run import Sandbox
 from megasao.environments.sandbox.shown import shown
 from megasao.environments.sandbox.workspace import is_inside, pack, unpack
 from megasao.environments.splits import text_hash
@@ -54,7 +56,9 @@ class CodeAgentOptions:
     stop: str = ""
     """Token that ends a turn; empty is the model's own end of turn."""
     sandbox: str = "bubblewrap"
-    """Where commands and tests run: bubblewrap, or none (this machine, without isolation)."""
+    """Where commands and tests run: bubblewrap, a container runtime, or none (this machine, without isolation)."""
+    sandbox_image: str = ""
+    """The image of a container runtime; with /usr/bin/python3."""
     time_s: float = 30.0
     """For one command, and for the hidden tests."""
     memory_mb: int = 512
@@ -62,8 +66,7 @@ class CodeAgentOptions:
     """Characters of a command's output that the model is shown."""
 
     def __post_init__(self) -> None:
-        if self.sandbox not in ("bubblewrap", "none"):
-            raise ValueError(f"environment.options.sandbox: expected bubblewrap or none, got {self.sandbox!r}")
+        check_choice(self.sandbox, self.sandbox_image)
         for name in ("time_s", "memory_mb", "output"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"environment.options.{name}: expected more than 0, got {getattr(self, name)}")
@@ -140,8 +143,9 @@ class CodeAgentEnvironment(Environment):
         self._tasks = _split(self.options)
         limits = SandboxLimits(time_s=self.options.time_s, memory_bytes=self.options.memory_mb << 20)
         try:
-            require_interpreter()
-            self._sandbox = Sandbox("none" if self.options.sandbox == "none" else "bubblewrap", limits)
+            self._sandbox = chosen_sandbox(self.options.sandbox, self.options.sandbox_image, limits)
+            if not self.options.sandbox_image:
+                require_interpreter()
         except ValueError as error:
             raise ValueError(f"environment.options.sandbox: {error}") from error
 

@@ -35,14 +35,30 @@ def ready(tmp_path_factory):
     return check
 
 
-@pytest.fixture(scope="session", params=["bubblewrap", "podman", "docker"])
-def place(request, ready, archive):
+@pytest.fixture(scope="session")
+def imported(ready, archive):
+    """Gives a runtime that is here the image IMAGE; skips where it runs no container."""
+    there = set()
+
+    def have(runtime):
+        ready(runtime)
+        if runtime != "bubblewrap" and runtime not in there:
+            import_image(runtime, archive, IMAGE)
+            there.add(runtime)
+        return runtime, "" if runtime == "bubblewrap" else IMAGE
+
+    yield have
+    for runtime in there:
+        remove_image(runtime, IMAGE)
+
+
+@pytest.fixture(params=["bubblewrap", "podman", "docker"])
+def place(request, imported):
     """A runtime that is here, and an image that it has."""
-    runtime = request.param
-    ready(runtime)
-    if runtime == "bubblewrap":
-        yield runtime, ""
-        return
-    import_image(runtime, archive, IMAGE)
-    yield runtime, IMAGE
-    remove_image(runtime, IMAGE)
+    return imported(request.param)
+
+
+@pytest.fixture(params=["podman", "docker"])
+def image(request, imported):
+    """A container runtime that is here, and an image that it has."""
+    return imported(request.param)

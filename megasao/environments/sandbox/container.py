@@ -19,6 +19,7 @@ import signal
 import tempfile
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import psutil
 
@@ -78,7 +79,7 @@ class Captured:
     """What a command wrote, as bytes. ``exit_code`` and ``stopped_by`` as in ``Outcome``."""
 
     exit_code: int | None
-    stopped_by: str | None
+    stopped_by: Literal["time", "memory"] | None
     output: bytes
     truncated: bool
     seconds: float
@@ -133,7 +134,7 @@ class Container:
         captured = await self.capture(script, stdin=stdin, time_s=time_s)
         return Outcome(
             exit_code=captured.exit_code,
-            stopped_by=captured.stopped_by,  # type: ignore[arg-type]
+            stopped_by=captured.stopped_by,
             output=captured.output.decode(errors="replace"),
             truncated=captured.truncated,
             workspace=b"",
@@ -156,7 +157,9 @@ class Container:
         finally:
             answer.cancel()
         elapsed = time.monotonic() - started
-        stopped = "memory" if too_much else "time" if code == 128 + signal.SIGKILL and elapsed >= seconds else None
+        stopped: Literal["time", "memory"] | None = None
+        if too_much or (code == 128 + signal.SIGKILL and elapsed >= seconds):
+            stopped = "memory" if too_much else "time"
         return Captured(None if stopped else code, stopped, output, cut, elapsed)
 
     async def close(self) -> None:
