@@ -166,6 +166,24 @@ def test_a_container_that_ends_is_a_failure_and_no_outcome(place):
     assert left(runtime, container.name) == []
 
 
+def test_a_cancelled_command_leaves_no_container(place):
+    """As when an episode's time is over."""
+    runtime, image = place
+    container = Container(runtime, image, "/testbed", LIMITS)
+
+    async def body():
+        try:
+            await container.start()
+            async with asyncio.timeout(0.5):
+                await container.run("sleep 543")
+        finally:
+            await container.close()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(body())
+    assert left(runtime, container.name) == [] and not list(sleepers())
+
+
 SLEEPER = """
 import asyncio, sys
 from megasao.environments.sandbox.container import Container
@@ -229,6 +247,15 @@ def test_what_shares_the_hosts_processes_or_network_runs_nothing(monkeypatch, ru
 
     with pytest.raises(ContainerFailure, match=f"{runtime} shares its pid and net namespace with the host"):
         asyncio.run(body())
+
+
+def test_a_runtime_that_hands_its_environment_on_gets_little_of_it(monkeypatch):
+    monkeypatch.setenv("MEGASAO_TEST_SECRET", "1")
+    monkeypatch.setenv("ENROOT_DATA_PATH", "/data")
+    assert runtimes.variables("enroot").keys() <= {"PATH", "HOME", "USER", "TMPDIR", "ENROOT_DATA_PATH"} | {
+        name for name in os.environ if name.startswith("XDG_")
+    }
+    assert runtimes.variables("none").keys() == {"PATH"}
 
 
 def test_none_isolates_nothing_and_must_be_asked_for(monkeypatch):

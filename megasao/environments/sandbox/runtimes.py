@@ -226,7 +226,10 @@ _LINES: dict[Runtime, Callable[[Spot, Sequence[str]], list[str]]] = {
 
 
 def variables(runtime: Runtime) -> dict[str, str]:
-    """What the command line itself finds in its environment: what a runtime needs, and no secret of the host's."""
-    if runtime in ("bubblewrap", "none"):
-        return {"PATH": os.environ.get("PATH", os.defpath)} if runtime == "none" else {}
+    """What the command line itself finds in its environment; the others give nothing of it to the container."""
+    if runtime == "none":
+        return {"PATH": os.environ.get("PATH", os.defpath)}
+    if runtime == "enroot":  # which hands its own environment on
+        known = ("PATH", "HOME", "USER", "TMPDIR")
+        return {k: v for k, v in os.environ.items() if k in known or k.startswith(("XDG_", "ENROOT_"))}
     return dict(os.environ)
