@@ -72,10 +72,11 @@ lint: setup slurm
 	@if command -v shellcheck >/dev/null; then shellcheck -x slurm/*.sh tools/*.sh; \
 	else echo 'shellcheck is not installed: shell scripts were not checked'; fi
 
-# Untrusted code runs in bubblewrap. Where it is missing and cannot be installed, its tests are skipped with the reason.
+# Untrusted code runs in bubblewrap, or in containers. Where they are missing and cannot be installed, their tests are
+# skipped with the reason.
 sandbox:
-	@command -v bwrap >/dev/null || (test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
-		&& apt-get install -y -qq bubblewrap >/dev/null) || echo "note: bubblewrap is missing and was not installed"
+	@PATH="$$PATH:/usr/sbin"; for name in bwrap podman runc; do \
+	    command -v $$name >/dev/null || { sh tools/install_sandbox.sh; break; }; done
 
 # Optional packages with tests; one of reasoning-gym's own dependencies needs a C compiler.
 # Of trl only the chat templates are read, as models ship them: it is not imported, and needs nothing that it depends on.

@@ -1,7 +1,7 @@
 """Mending a small repository with a shell and an editor in the sandbox; hidden tests give the reward.
 
-A turn of the model does one thing, the last fenced block in it (``edits``). A turn without a block hands the work in: the
-hidden tests run in a fresh sandbox on the workspace as it is, and the reward is 1 if all pass, else 0.
+A turn of the model does one thing, the last fenced block in it (``edits``). A turn without a block hands the work in:
+the hidden tests run in a fresh sandbox on the workspace as it is, and the reward is 1 if all pass, else 0.
 
 Invariants:
 - nothing of the hidden tests is in the workspace while the model works, and files of their names are replaced;
@@ -25,7 +25,9 @@ from megasao.environments.code_tasks.variants import other_names, variant
 from megasao.environments.edits import HOW, Block, find_block, replaced
 from megasao.environments.options import read_options
 from megasao.environments.python_tool import INTERPRETER, require_interpreter
-from megasao.environments.sandbox.run import Sandbox, SandboxLimits
+from megasao.environments.sandbox.contained import check_choice, chosen_sandbox
+from megasao.environments.sandbox.limits import SandboxLimits
+from megasao.environments.sandbox.run import Sandbox
 from megasao.environments.sandbox.shown import shown
 from megasao.environments.sandbox.workspace import is_inside, pack, unpack
 from megasao.environments.splits import split_of, text_hash
@@ -68,7 +70,9 @@ class CodeAgentOptions:
     stop: str = ""
     """Token that ends a turn; empty is the model's own end of turn."""
     sandbox: str = "bubblewrap"
-    """Where commands and tests run: bubblewrap, or none (this machine, without isolation)."""
+    """Where commands and tests run: bubblewrap, a container runtime, or none (this machine, without isolation)."""
+    sandbox_image: str = ""
+    """The image of a container runtime; with /usr/bin/python3."""
     time_s: float = 30.0
     """For one command, and for the hidden tests."""
     memory_mb: int = 512
@@ -80,8 +84,7 @@ class CodeAgentOptions:
     """Share of demonstrations that write the names of the original task, and not the variant's: another one."""
 
     def __post_init__(self) -> None:
-        if self.sandbox not in ("bubblewrap", "none"):
-            raise ValueError(f"environment.options.sandbox: expected bubblewrap or none, got {self.sandbox!r}")
+        check_choice(self.sandbox, self.sandbox_image)
         for name in ("time_s", "memory_mb", "output"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"environment.options.{name}: expected more than 0, got {getattr(self, name)}")
@@ -163,8 +166,9 @@ class CodeAgentEnvironment(Environment):
         self._tasks = _split(self.options)
         limits = SandboxLimits(time_s=self.options.time_s, memory_bytes=self.options.memory_mb << 20)
         try:
-            require_interpreter()
-            self._sandbox = Sandbox("none" if self.options.sandbox == "none" else "bubblewrap", limits)
+            self._sandbox = chosen_sandbox(self.options.sandbox, self.options.sandbox_image, limits)
+            if not self.options.sandbox_image:
+                require_interpreter()
         except ValueError as error:
             raise ValueError(f"environment.options.sandbox: {error}") from error
 

@@ -22,7 +22,9 @@ from megasao.environments.base import DemonstrationTurn, Environment, Episode, P
 from megasao.environments.options import read_options
 from megasao.environments.python_tool import NOTE, PythonTool, find_code, require_interpreter
 from megasao.environments.rows import Problem, load_problems
-from megasao.environments.sandbox.run import Sandbox, SandboxLimits
+from megasao.environments.sandbox.contained import check_choice, chosen_sandbox
+from megasao.environments.sandbox.limits import SandboxLimits
+from megasao.environments.sandbox.run import Sandbox
 from megasao.environments.splits import split_of, text_hash
 from megasao.environments.verifiers.pool import Limits, VerifierPool
 
@@ -50,7 +52,9 @@ class MathOptions:
     tool: str = ""
     """Empty, or ``python``: code blocks run in the sandbox, and the model is shown their output."""
     sandbox: str = "bubblewrap"
-    """Where the tool runs: bubblewrap, or none (this machine, without isolation)."""
+    """Where the tool runs: bubblewrap, a container runtime, or none (this machine, without isolation)."""
+    sandbox_image: str = ""
+    """The image of a container runtime; with /usr/bin/python3."""
     tool_time_s: float = 10.0
     """For one program."""
     tool_memory_mb: int = 512
@@ -71,8 +75,7 @@ class MathOptions:
             raise ValueError(f"environment.options.answer: expected one of {', '.join(RULES)}, got {self.answer!r}")
         if self.tool not in ("", "python"):
             raise ValueError(f"environment.options.tool: expected python or nothing, got {self.tool!r}")
-        if self.sandbox not in ("bubblewrap", "none"):
-            raise ValueError(f"environment.options.sandbox: expected bubblewrap or none, got {self.sandbox!r}")
+        check_choice(self.sandbox, self.sandbox_image)
         for name in ("verifiers", "time_limit_s", "memory_mb", "tool_time_s", "tool_memory_mb", "tool_output"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"environment.options.{name}: expected more than 0, got {getattr(self, name)}")
@@ -193,8 +196,9 @@ def make_sandbox(options: MathOptions, option: str) -> Sandbox:
     """The sandbox of the tools; ValueError naming ``option``, which asks for it, where this machine has none."""
     limits = SandboxLimits(time_s=options.tool_time_s, memory_bytes=options.tool_memory_mb << 20)
     try:
-        require_interpreter()
-        return Sandbox("none" if options.sandbox == "none" else "bubblewrap", limits)
+        if not options.sandbox_image:
+            require_interpreter()
+        return chosen_sandbox(options.sandbox, options.sandbox_image, limits)
     except ValueError as error:
         raise ValueError(f"environment.options.{option}: {error}") from error
 

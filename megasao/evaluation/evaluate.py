@@ -1,8 +1,8 @@
-"""Measuring a checkpoint on benchmarks, with the embedded engine.
+"""Measuring a checkpoint on benchmarks, with the embedded engine or an SGLang server.
 
 Invariants:
 - a response is a function of (weights, problem, sample, seed), whichever responses were there before: a resumed
-  evaluation ends as an uninterrupted one;
+  evaluation ends as an uninterrupted one (with SGLang up to the rounding of other batches);
 - what the verifier cannot grade is excluded with its reason; a failure of the engine, or of the verifiers as a whole,
   ends the evaluation, which can be resumed.
 """
@@ -24,8 +24,8 @@ from megasao.environments.encoding import TokenizerCodec
 from megasao.environments.mathematics import GRADERS
 from megasao.environments.splits import text_hash
 from megasao.environments.verifiers.pool import VerifierPool
+from megasao.evaluation.engine import measuring_engine
 from megasao.evaluation.records import Manifest, Record, ResultDirectory
-from megasao.rollout.engines.embedded import EmbeddedEngine
 from megasao.rollout.episode import EpisodeRunner
 from megasao.rollout.service import failure_reason
 from megasao.trajectories.schema import Trajectory
@@ -90,19 +90,14 @@ def _prepare(config: Config, subject: Subject, benchmark: Benchmark, out: Path, 
 
 
 async def _evaluate(config: Config, subject: Subject, tasks: list[Task], say: Say) -> None:
-    settings = config.benchmarks
-    engine = EmbeddedEngine(
-        subject.checkpoint, config.rollout.embedded, max_total_tokens=settings.max_tokens, seed=config.run.seed
-    )
     codec = TokenizerCodec.from_directory(subject.checkpoint)
-    await engine.start()
     try:
-        for task in tasks:
-            limits = benchmark_limits(config, task.benchmark)
-            runner = EpisodeRunner.build(task.environment, engine, codec, limits)
-            await _Run(config, subject, task, runner, say).all()
+        async with measuring_engine(config, subject.checkpoint) as engine:
+            for task in tasks:
+                limits = benchmark_limits(config, task.benchmark)
+                runner = EpisodeRunner.build(task.environment, engine, codec, limits)
+                await _Run(config, subject, task, runner, say).all()
     finally:
-        await engine.close()
         for task in tasks:
             await task.environment.close()
 

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from megasao.config.rollout import EnvironmentConfig
@@ -19,6 +22,8 @@ from megasao.environments.swebench.tests import (
     read_sympy,
     read_unittest,
     targets,
+)
+from megasao.environments.swebench.tests import (
     test_run as run_of,
 )
 from megasao.environments.swebench.work import judge
@@ -31,6 +36,7 @@ except bubblewrap.SandboxUnavailable as error:
     REASON = str(error)
 sandboxed = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
+TOOL = Path(__file__).parents[2] / "tools" / "check_swebench.py"
 LIMITS = {"time_s": 5.0, "test_time_s": 20.0, "memory_mb": 512, "processes": 64, "disk_mb": 32}
 
 
@@ -186,6 +192,22 @@ def test_what_is_not_the_models_fault_is_a_failure(environment, place):
 
 
 @sandboxed
+def test_the_tool_says_which_instances_can_be_judged(place, tmp_path, capsys):
+    """Good rows, one whose solution is none, and one whose hidden patch does not fit."""
+    rows = pq.read_table(place / "swebench_verified.parquet").to_pylist()
+    rows[1]["patch"] = rows[0]["patch"]
+    rows[2]["test_patch"] = rows[2]["test_patch"].replace("/dev/null", "a/test_stack.py")
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    main = runpy.run_path(str(TOOL))["main"]
+    limits = [f"{name}={value}" for name, value in LIMITS.items()]
+    code = main([f"data={tmp_path / 'rows.json'}", f"repositories={place / 'repositories'}", *limits])
+    said = capsys.readouterr().out.splitlines()
+    assert code == 1 and said[0] == "tiny__words-1: fine" and said[3:] == ["tiny__shelf-4: fine", "2 of 4 are fine"]
+    assert said[1] == "tiny__words-2: its solution does not fit" and "swebench_failure: the hidden tests" in said[2]
+    assert main(["data=absent"]) == 2
+
+
+@sandboxed
 def test_demonstrations_resolve_the_issue(environment):
     plain = SwebenchEnvironment(replace(environment.options, chat=False, stop="<|im_end|>"))
     turns = plain.demonstration(numbered(environment, 2), 0)
@@ -225,8 +247,6 @@ def test_rows_are_read_from_parquet_and_json(place, tmp_path):
     ],
 )
 def test_rows_that_are_none_are_named(place, tmp_path, changes, message):
-    import pyarrow.parquet as pq
-
     row = {**pq.read_table(place / "swebench_verified.parquet").to_pylist()[0], **changes}
     (tmp_path / "rows.json").write_text(json.dumps([row]))
     with pytest.raises(ValueError, match=rf"environment\.options\.data: .*rows\.json, {message}"):

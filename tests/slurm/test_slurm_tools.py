@@ -6,6 +6,7 @@ import pytest
 
 from tests.benchmark_rows import write_rows
 from tests.chat_checkpoint import bigram_checkpoint
+from tests.engines.sglang_server import PYTHON, needs_sglang
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster
 
@@ -39,6 +40,20 @@ def test_a_checkpoint_is_measured_on_a_node(cluster: Cluster, tmp_path: Path) ->
     job = run(cluster, tmp_path, "eval.sh", *words, "--out", "results")
     assert job.state == "COMPLETED" and "gsm8k: weights v0" in job.output, job.output
     assert list((tmp_path / "results").rglob("*.arrow"))
+
+
+@needs_sglang
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_checkpoint_is_measured_on_a_node_by_a_server(cluster: Cluster, tmp_path: Path) -> None:
+    bigram_checkpoint(tmp_path / "model", {"\n": ["\\"], "\\": ["<|im_end|>"]})
+    (tmp_path / "data").mkdir()
+    write_rows(tmp_path / "data", "gsm8k")
+    changes = ["benchmarks.data=data", "benchmarks.samples=1", "benchmarks.max_tokens=256", "rollout.engine=sglang"]
+    config = [str(jobs.ROOT / "configs" / "laptop.yaml"), *changes, f"rollout.sglang.python={PYTHON}"]
+    job = run(cluster, tmp_path, "eval.sh", *config, "--checkpoint", "model", "--benchmarks", "gsm8k", "--out", "out")
+    assert job.state == "COMPLETED" and "gsm8k: weights v0" in job.output, job.output
+    assert list((tmp_path / "out").rglob("*.arrow"))
 
 
 def test_without_a_site_nothing_is_submitted(cluster: Cluster, tmp_path: Path) -> None:

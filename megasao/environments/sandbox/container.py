@@ -7,7 +7,7 @@ Invariants:
 - a container that shares processes or network with the host is refused before any command runs, except for ``none``;
 - a command ends in bounded time, and nothing of it runs on afterwards; output beyond the limit is dropped, not kept;
 - files stay from command to command, and end with the container;
-- the loop ends with its standard input: when this process dies, the container ends, and its runtime removes it;
+- when this process dies, however it dies, the container ends and is removed;
 - a container that breaks is a ``ContainerFailure``: counted, never an outcome.
 """
 
@@ -19,6 +19,7 @@ import signal
 import tempfile
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import psutil
 
@@ -58,6 +59,15 @@ done
 """
 
 
+# Waits beside the container for the end of this process, or its word, and then ends what is left.
+_REAPER = """
+read -r group
+cat >/dev/null
+[ -z "$group" ] || kill -KILL -- "-$group" 2>/dev/null
+[ $# = 0 ] || exec "$@"
+"""
+
+
 class ContainerFailure(EnvironmentFailure):
     """A container did not start, ended by itself, or does not answer."""
 
@@ -69,7 +79,7 @@ class Captured:
     """What a command wrote, as bytes. ``exit_code`` and ``stopped_by`` as in ``Outcome``."""
 
     exit_code: int | None
-    stopped_by: str | None
+    stopped_by: Literal["time", "memory"] | None
     output: bytes
     truncated: bool
     seconds: float
@@ -87,11 +97,14 @@ class Container:
         inside = bubblewrap.WORKSPACE if runtime == "bubblewrap" else self._home.name if self._home else directory
         self._spot = Spot(self.name, image, inside, limits)
         self._process: asyncio.subprocess.Process | None = None
+        self._reaper: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         """Begin. ContainerFailure if it does not, or shares more with the host than it may."""
         ends = "own" if self.runtime == "none" else "all"
         inside = ["/bin/sh", "-c", LOOP, "sh", self._spot.directory, ends]
+        if self.runtime != "bubblewrap":  # which dies with its parent
+            self._reaper = await self._start_reaper()
         options = bubblewrap.identity() if self.runtime == "bubblewrap" else {"env": variables(self.runtime)}
         self._process = await asyncio.create_subprocess_exec(
             *command_line(self.runtime, self._spot, inside),
@@ -102,6 +115,9 @@ class Container:
             cwd="/",
             **options,
         )
+        if self._reaper is not None:
+            assert self._reaper.stdin is not None
+            self._reaper.stdin.write(f"{self._process.pid}\n".encode())
         self._complaints = asyncio.create_task(_drain(self._process.stderr))
         try:
             words = (await asyncio.wait_for(self._read_line(), START_TIMEOUT_S)).split()
@@ -118,7 +134,7 @@ class Container:
         captured = await self.capture(script, stdin=stdin, time_s=time_s)
         return Outcome(
             exit_code=captured.exit_code,
-            stopped_by=captured.stopped_by,  # type: ignore[arg-type]
+            stopped_by=captured.stopped_by,
             output=captured.output.decode(errors="replace"),
             truncated=captured.truncated,
             workspace=b"",
@@ -141,7 +157,9 @@ class Container:
         finally:
             answer.cancel()
         elapsed = time.monotonic() - started
-        stopped = "memory" if too_much else "time" if code == 128 + signal.SIGKILL and elapsed >= seconds else None
+        stopped: Literal["time", "memory"] | None = None
+        if too_much or (code == 128 + signal.SIGKILL and elapsed >= seconds):
+            stopped = "memory" if too_much else "time"
         return Captured(None if stopped else code, stopped, output, cut, elapsed)
 
     async def close(self) -> None:
@@ -150,27 +168,30 @@ class Container:
         if process is not None:
             assert process.stdin is not None
             process.stdin.close()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
+            if self._reaper is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if self._reaper is not None:
+            assert self._reaper.stdin is not None
+            self._reaper.stdin.close()
+        for ending in (self._reaper, process):
+            if ending is not None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ending.wait(), 3 * END_TIMEOUT_S)
+        if process is not None:
             self._complaints.cancel()
-            await self._remove()
         if self._home is not None:
             self._home.cleanup()
 
-    async def _remove(self) -> None:
-        command = removal(self.runtime, self.name)
-        if command is None:
-            return
-        remover = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
+    async def _start_reaper(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *("/bin/sh", "-c", _REAPER, "sh", *(removal(self.runtime, self.name) or [])),
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
         )
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(remover.wait(), 3 * END_TIMEOUT_S)
 
     async def _watch(self, answer: "asyncio.Task[tuple[bytes, bool, int]]", deadline: float) -> bool:
         """Until there is an answer; whether a process was ended for its memory. ContainerFailure without one."""

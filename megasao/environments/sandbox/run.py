@@ -28,7 +28,7 @@ Kind = Literal["bubblewrap", "none"]
 
 END_TIMEOUT_S = 20.0
 _WATCH_S = 0.1
-_ARCHIVE_OVERHEAD = 4 << 20
+ARCHIVE_OVERHEAD = 4 << 20
 
 # The workspace comes in on standard input and goes out on standard output; the command's output goes to standard error.
 _SCRIPT = """
@@ -104,7 +104,7 @@ class Sandbox:
 
     async def _finish(self, process: asyncio.subprocess.Process, before: bytes, started: float) -> Outcome:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        archive_limit = self.limits.workspace_bytes + _ARCHIVE_OVERHEAD
+        archive_limit = self.limits.workspace_bytes + ARCHIVE_OVERHEAD
         streams = asyncio.gather(
             _write(process.stdin, before),
             _read(process.stdout, archive_limit),

@@ -5,7 +5,7 @@ program that talks to it dies, however it dies.
 
 Invariants:
 - no command line gives a network, a host directory, a capability or a variable of the host to what runs inside;
-- every line carries the limits of ``SandboxLimits`` that its runtime has a place for: docs/environments.md has the table;
+- every line carries the limits of ``SandboxLimits`` that its runtime has a place for (docs/environments.md);
 - a runtime that is not there, or does not answer, is refused with what to do about it.
 """
 
@@ -56,7 +56,12 @@ def command_line(runtime: Runtime, spot: Spot, inside: Sequence[str]) -> list[st
 
 def removal(runtime: Runtime, name: str) -> list[str] | None:
     """What removes a container that its own end has not removed; None where there is nothing to remove."""
-    return [runtime, "rm", "--force", "--volumes", name] if runtime in ("podman", "docker") else None
+    match runtime:
+        case "podman":
+            return ["podman", "rm", "--force", "--time=0", "--volumes", name]
+        case "docker":
+            return ["docker", "rm", "--force", "--volumes", name]
+    return None
 
 
 def require(runtime: Runtime) -> None:
@@ -221,7 +226,10 @@ _LINES: dict[Runtime, Callable[[Spot, Sequence[str]], list[str]]] = {
 
 
 def variables(runtime: Runtime) -> dict[str, str]:
-    """What the command line itself finds in its environment: what a runtime needs, and no secret of the host's."""
-    if runtime in ("bubblewrap", "none"):
-        return {"PATH": os.environ.get("PATH", os.defpath)} if runtime == "none" else {}
+    """What the command line itself finds in its environment; the others give nothing of it to the container."""
+    if runtime == "none":
+        return {"PATH": os.environ.get("PATH", os.defpath)}
+    if runtime == "enroot":  # which hands its own environment on
+        known = ("PATH", "HOME", "USER", "TMPDIR")
+        return {k: v for k, v in os.environ.items() if k in known or k.startswith(("XDG_", "ENROOT_"))}
     return dict(os.environ)

@@ -1,6 +1,6 @@
 """SWE-bench as an environment: an issue of a real repository, a shell and an editor, and the hidden tests as reward.
 
-A turn of the model does one thing, the last fenced block in it (``edits``); a turn without a block hands the work in: its
+A turn of the model does one thing, the last fenced block in it (``edits``); a turn without one hands the work in: the
 patch is judged in a fresh container, and the reward is 1 if FAIL_TO_PASS and PASS_TO_PASS all pass, else 0.
 
 Invariants:
@@ -21,7 +21,7 @@ from megasao.environments.options import nearest, read_options
 from megasao.environments.sandbox.bubblewrap import SandboxUnavailable
 from megasao.environments.sandbox.container import MAX_SCRIPT, Container
 from megasao.environments.sandbox.limits import SandboxLimits
-from megasao.environments.sandbox.runtimes import RUNTIMES, WITH_IMAGES, first_with_images, require
+from megasao.environments.sandbox.runtimes import RUNTIMES, Runtime, first_with_images, require
 from megasao.environments.sandbox.shown import shown
 from megasao.environments.sandbox.workspace import is_inside
 from megasao.environments.splits import text_hash
@@ -65,7 +65,7 @@ class SwebenchOptions:
     repositories: str = ""
     """Directory of git repositories and bundles, OWNER__NAME[.bundle]; empty: they are in the images."""
     sandbox: str = "auto"
-    """A container runtime, bubblewrap, or none; auto: bubblewrap with ``repositories``, else the first runtime found."""
+    """A container runtime, bubblewrap, or none; auto: bubblewrap with ``repositories``, else the first one found."""
     image: str = ""
     """Name or path of an image with {instance} in it; empty: the published name, or images/ for files of images."""
     chat: bool = True
@@ -244,13 +244,13 @@ class SwebenchEnvironment(Environment):
         ]
 
 
-def _runtime(options: SwebenchOptions) -> Any:
+def _runtime(options: SwebenchOptions) -> Runtime:
     try:
-        if options.sandbox == "auto":
-            found = "bubblewrap" if options.repositories else first_with_images()
+        if options.sandbox != "auto":
+            found: Runtime = options.sandbox  # type: ignore[assignment]
         else:
-            found = options.sandbox
-        require(found)  # type: ignore[arg-type]
+            found = "bubblewrap" if options.repositories else first_with_images()
+        require(found)
     except SandboxUnavailable as error:
         raise ValueError(f"environment.options.sandbox: {error}") from error
     return found

@@ -1,8 +1,8 @@
 """Rows in the format in which SWE-bench and SWE-bench Verified are published.
 
 Columns: instance_id, repo (OWNER/NAME), base_commit, patch (the solution), test_patch (the hidden tests),
-problem_statement, FAIL_TO_PASS and PASS_TO_PASS (lists of names of tests, as a list or as JSON text), version, and others
-that are not needed here.
+problem_statement, FAIL_TO_PASS and PASS_TO_PASS (lists of names of tests, as a list or as JSON text), version; others
+are not needed.
 
 Invariants: a row that lacks something is refused by file and row; ids are unique in a data set.
 """

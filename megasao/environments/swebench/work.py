@@ -1,4 +1,4 @@
-"""A repository at its base commit in a container: prepared, changed by a model, taken as a patch, and judged in another.
+"""A repository at its base commit in a container: prepared, changed by a model, and its patch judged in another.
 
 Invariants:
 - the model's container has one commit, the base: neither what came after it nor what came before;
@@ -80,7 +80,8 @@ async def begin(site: Site, instance: Instance) -> tuple[Container, str]:
     """A container for the model, and the commit that its changes are counted from."""
     container = await _prepared(site, instance)
     try:
-        return container, await _must(container, "git rev-parse HEAD" if site.repository else _SHALLOW, "its history")
+        said = await _must(container, "git rev-parse HEAD" if site.repository else _SHALLOW, "its history")
+        return container, said.splitlines()[-1]
     except BaseException:
         await container.close()
         raise
@@ -88,7 +89,8 @@ async def begin(site: Site, instance: Instance) -> tuple[Container, str]:
 
 async def take_patch(container: Container, base: str) -> bytes | None:
     """What has been changed since ``base``, as a diff; None where git is broken there, or the diff is too large."""
-    script = f"git add -A && git diff --cached --binary --full-index --no-ext-diff --no-textconv --no-color {base}"
+    plain = "--binary --full-index --no-ext-diff --no-textconv --no-color"
+    script = f"exec 2>/dev/null; git add -A && git diff --cached {plain} {base}"  # a warning is no part of a patch
     found = await container.capture(script, time_s=PREPARE_TIMEOUT_S, output_bytes=MAX_PATCH)
     return None if found.exit_code != 0 or found.truncated else found.output
 
