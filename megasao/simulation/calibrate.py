@@ -9,10 +9,11 @@ What is taken, start-up excluded (the first step, in which everything runs for t
   its way;
 - between two turns: what the lives of the journal's episodes have beyond their share of decode steps (a request comes
   while a step runs, and joins the next one);
-- all else of a step, publication, and the way of the weights: means.
+- all else of a step, publication, and the way of the weights: means;
+- how the speeds of training and engines went up and down around their means (:mod:`megasao.simulation.pace`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -24,7 +25,8 @@ from megasao.observability.jsonl import Row, read_metrics, read_rows
 from megasao.observability.record import column
 from megasao.rollout.service import TICK_S
 from megasao.simulation.fleet import History
-from megasao.simulation.rates import EngineRates, Line, Rates, Source, TrainingRates
+from megasao.simulation.pace import pace_of
+from megasao.simulation.rates import EngineRates, Line, Pace, Rates, Source, TrainingRates
 from megasao.trajectories.files import read_trajectories
 
 FEWEST_STEPS = 20
@@ -108,9 +110,13 @@ def calibrated(run: RunDirectory, config: Config) -> Rates:
         publish=fmean(row["time/publish"] for row in rows if row.get("time/actor") is not None),
     )
     transfer = fmean(column(rows, "time/transfer") or [0.0])
-    engine, environment = _rollouts(run, config)
-    sources = tuple(_sources(run, engine, training, transfer, environment))
-    return Rates(engine, training, transfer, environment, TICK_S / 2, sources)
+    lines = _engine_lines(run)
+    moves = _moves(run, lines)
+    busy = _busy_rates(config, moves)
+    engine, environment = _rollouts(run, config, lines, moves, busy)
+    pace = pace_of(config, rows, training, moves, busy)
+    sources = tuple(_sources(run, engine, training, transfer, environment, pace))
+    return Rates(engine, training, transfer, environment, TICK_S / 2, sources, pace)
 
 
 def _line(rows: list[Row], tokens: list[float], name: str, parts: int) -> Line:
@@ -128,25 +134,49 @@ def _overhead(rows: list[Row]) -> float:
     return max(0.0, (rows[-1]["time"] - rows[0]["time"] - inside) / (len(rows) - 1))
 
 
-def _rollouts(run: RunDirectory, config: Config) -> tuple[EngineRates, float]:
-    """An engine, and the seconds between two turns."""
-    lines = [row for row in read_rows(run.metrics / "controller.jsonl") if all(name in row for name in _TOTALS)]
-    moves = [[later[name] - earlier[name] for name in _TOTALS] for earlier, later in pairwise(lines)]
-    moves = [move for move in moves if move[0] > 0]
+def _engine_lines(run: RunDirectory) -> list[Row]:
+    """The controller's lines with the engines' totals."""
+    return [row for row in read_rows(run.metrics / "controller.jsonl") if all(name in row for name in _TOTALS)]
+
+
+def _moves(run: RunDirectory, lines: list[Row]) -> list[tuple[float, np.ndarray]]:
+    """What the engines did up to a time, since the line before; ValueError where there is too little of it."""
+    moves = [
+        (later["time"], np.array([later[name] - earlier[name] for name in _TOTALS]))
+        for earlier, later in pairwise(lines)
+    ]
+    moves = [(time, move) for time, move in moves if move[0] > 0]
     if len(moves) < 3:
         raise ValueError(
             f"{run.path}: metrics/controller.jsonl has no engine/ totals to compute speeds from; calibrate on a run of "
             "this version, with the embedded engine, that lasted longer"
         )
-    steps, generated, prefilled, busy = np.array(moves).T
+    return moves
+
+
+def _busy_rates(config: Config, moves: list[tuple[float, np.ndarray]]) -> EngineRates:
+    """An engine while it computes."""
+    steps, generated, prefilled, busy = np.array([move for _, move in moves]).T
     step, token = _not_negative(steps, generated + prefilled, busy)
+    kv_tokens = float(config.rollout.concurrency * config.environment.max_tokens)
+    return EngineRates(step, token, 0.0, token, kv_tokens)
+
+
+def _rollouts(
+    run: RunDirectory,
+    config: Config,
+    lines: list[Row],
+    moves: list[tuple[float, np.ndarray]],
+    computing: EngineRates,
+) -> tuple[EngineRates, float]:
+    """An engine with what it does between two steps, and the seconds between two turns."""
+    steps, generated, _, busy = np.array([move for _, move in moves]).T
     lives = _Lives.of(run, lines[0]["time"], lines[-1]["time"])
     working = lives.active * config.rollout.workers
     between = max(0.0, working - busy.sum()) / steps.sum()
     decoding = working * generated.sum() / steps.sum()
     gaps = max(0.0, lives.total - decoding) / lives.gaps if lives.gaps else 0.0
-    tokens = float(config.rollout.concurrency * config.environment.max_tokens)
-    return EngineRates(float(step + between), token, 0.0, token, tokens), float(gaps)
+    return replace(computing, step=float(computing.step + between)), float(gaps)
 
 
 def _not_negative(steps: np.ndarray, tokens: np.ndarray, busy: np.ndarray) -> tuple[float, float]:
@@ -189,7 +219,7 @@ class _Lives:
 
 
 def _sources(
-    run: RunDirectory, engine: EngineRates, training: TrainingRates, transfer: float, environment: float
+    run: RunDirectory, engine: EngineRates, training: TrainingRates, transfer: float, environment: float, pace: Pace
 ) -> list[Source]:
     lines = {"values": training.values, "one critic update": training.critic, "one actor update": training.actor}
     metrics = f"metrics of {run.path}"
@@ -201,5 +231,7 @@ def _sources(
         Source("rest of a step", training.overhead, "s", metrics),
         Source("publication, trainer stands still", training.publish, "s", metrics),
         Source("weights on their way", transfer, "s", metrics),
+        Source("training, slowest part of the run", max(pace.training), "of the mean", metrics),
+        Source("engine, slowest part of the run", max(pace.engine), "of the mean", metrics),
         Source("an episode's delivery", TICK_S / 2, "s", "half a tick of a rollout worker"),
     ]

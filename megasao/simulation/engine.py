@@ -31,7 +31,7 @@ class Request:
     begun: Callable[[int], None]
     done: Callable[[int], None]
     left: float = 0.0
-    """Seconds of work before it decodes."""
+    """Seconds of work before it decodes, at pace 1."""
 
 
 class SimulatedEngine:
@@ -44,6 +44,7 @@ class SimulatedEngine:
         self.running = 0.0
         """Request-seconds of decoding so far."""
         self._clock, self._rates = clock, rates
+        self._pace = 1.0
         self._free = rates.kv_tokens
         self._waiting: deque[tuple[int, Action]] = deque()
         self._late: list[tuple[int, Action]] = []
@@ -124,6 +125,12 @@ class SimulatedEngine:
 
     # the flow
 
+    def set_pace(self, pace: float) -> None:
+        """From now on everything takes ``pace`` times as long as the rates say."""
+        self._advance()
+        self._pace = pace
+        self._plan()
+
     def account(self) -> None:
         """Bring ``busy`` and ``running`` up to now."""
         self._advance()
@@ -137,9 +144,9 @@ class SimulatedEngine:
         if seconds <= 0:
             return
         if self._prefills:
-            self._prefills[0].left -= seconds
+            self._prefills[0].left -= seconds / self._pace
         elif self._decoding:
-            steps, running = self._steps_in(seconds), len(self._decoding)
+            steps, running = self._steps_in(seconds / self._pace), len(self._decoding)
             self._progress += steps
             self._cached += steps * running
             self.running += seconds * running
@@ -153,10 +160,10 @@ class SimulatedEngine:
             self._planned.cancel()
         wait = max(0.0, self._stands_until - self._clock.now)
         if self._prefills:
-            self._planned = self._clock.after(wait + max(0.0, self._prefills[0].left), self._prefilled)
+            self._planned = self._clock.after(wait + self._pace * max(0.0, self._prefills[0].left), self._prefilled)
         elif self._decoding:
             steps = max(0.0, self._decoding[0][0] - self._progress)
-            self._planned = self._clock.after(wait + self._seconds_of(steps), self._decoded)
+            self._planned = self._clock.after(wait + self._pace * self._seconds_of(steps), self._decoded)
         else:
             self._planned = None
 

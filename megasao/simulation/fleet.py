@@ -101,6 +101,7 @@ class SimulatedFleet:
         self._asked: float | None = None
         """Since when the trainer has waited for its batch; None while it has one."""
         self._transfers_until = 0.0
+        self._set_pace()
 
     def run(self, steps: int | None = None) -> History:
         """The first ``steps`` steps, or all of ``loop.steps``. RuntimeError: the trainer waits, and nothing happens."""
@@ -146,7 +147,11 @@ class SimulatedFleet:
             seconds += training.values.seconds(tokens) + updates * training.critic.seconds(tokens)
         if self._moves_actor:
             seconds += training.actor.seconds(tokens)
-        return seconds
+        return seconds * self._rates.pace.of_training(self._step / self._last)
+
+    def _set_pace(self) -> None:
+        for engine in self._engines.values():
+            engine.set_pace(self._rates.pace.of_engine(self._step / self._last))
 
     @property
     def _moves_actor(self) -> bool:
@@ -197,6 +202,7 @@ class SimulatedFleet:
             )
         )
         self._step += 1
+        self._set_pace()
         if self._step < self._last:
             self._ask()
 

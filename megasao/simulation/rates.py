@@ -52,6 +52,26 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How much longer things take than their rates say, in each of equal parts of a run: a machine that others use."""
+
+    training: tuple[float, ...] = (1.0,)
+    engine: tuple[float, ...] = (1.0,)
+
+    def of_training(self, share: float) -> float:
+        """At ``share`` of the run's steps, from 0 to 1."""
+        return _part(self.training, share)
+
+    def of_engine(self, share: float) -> float:
+        """At ``share`` of the run's steps, from 0 to 1."""
+        return _part(self.engine, share)
+
+
+def _part(values: tuple[float, ...], share: float) -> float:
+    return values[min(int(share * len(values)), len(values) - 1)]
+
+
+@dataclass(frozen=True)
 class Rates:
     """Everything a simulated run needs to know about time; seconds."""
 
@@ -61,6 +81,7 @@ class Rates:
     environment: float
     delivery: float
     sources: tuple[Source, ...] = field(default=())
+    pace: Pace = Pace()
 
 
 @dataclass(frozen=True)

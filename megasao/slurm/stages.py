@@ -9,6 +9,7 @@ Invariants (tests assert them):
 import re
 import signal
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from megasao.config import Config
 from megasao.config.rundir import RunDirectory, all_engine_names
@@ -20,6 +21,8 @@ from megasao.slurm.plan import CRITIC, LEAVE_SIGNAL, TRAINER, component_of
 from megasao.slurm.steps import Steps
 
 _ALL_LINES = 100_000
+_LONGEST_STACK = 300
+_ERRORS = ("Fatal Python error", "Traceback (most recent call last)")
 
 
 class LeaveSignal:
@@ -116,7 +119,15 @@ class SlurmRun(LocalRun):
         if rank is None:
             return ""
         log = self.run.logs / f"{stage}-{rank}.log"
-        return f"\nRank {rank} died first; the last lines of {log}:\n{tail(log, LOG_LINES)}"
+        return f"\nRank {rank} died first; the last lines of {log}:\n{last_words(log)}"
+
+
+def last_words(log: Path) -> str:
+    """The last lines of a log, from the last error's first line on where that is further up: stacks can be long."""
+    lines = tail(log, _LONGEST_STACK).splitlines()
+    errors = [number for number, line in enumerate(lines) if line.startswith(_ERRORS)]
+    begin = min(len(lines) - LOG_LINES, errors[-1] if errors else len(lines))
+    return "\n".join(lines[max(0, begin) :])
 
 
 def host_of(address: str) -> str:

@@ -27,7 +27,7 @@ from megasao.slurm import node
 from megasao.slurm.check import LARGEST_SKEW_S, endpoints_of, meeting_ports, problems_of, with_servers
 from megasao.slurm.node import LEAST_FILES, check_node, interface_address
 from megasao.slurm.report import Expected, NodeReport, expected_path, read_reports
-from megasao.slurm.stages import first_dead_task
+from megasao.slurm.stages import first_dead_task, last_words
 from megasao.transport.endpoints import bind_router, connect_dealer
 from megasao.transport.keys import CurveKeys
 from tests.engines.sglang_server import needs_sglang, sglang_config
@@ -267,6 +267,17 @@ def test_the_world_of_a_task() -> None:
     task = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "99"}
     assert world_of_srun(task) == {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
     assert world_of_srun({**task, "RANK": "0"}) == {} == world_of_srun({})
+
+
+def test_the_last_words_of_a_rank_begin_with_its_error(tmp_path: Path) -> None:
+    log = tmp_path / "trainer-0.log"
+    log.write_text("".join(f"line {number}\n" for number in range(100)))
+    assert last_words(log).splitlines() == [f"line {number}" for number in range(70, 100)]
+    stack = [f'  File "x.py", line {number}' for number in range(80)]
+    log.write_text("\n".join(["before", "Traceback (most recent call last)", "Fatal Python error: Aborted", *stack]))
+    assert last_words(log).splitlines() == ["Fatal Python error: Aborted", *stack]
+    log.write_text("Fatal Python error: Aborted\nshort\n")
+    assert last_words(log) == "Fatal Python error: Aborted\nshort"
 
 
 def test_the_rank_that_died_first() -> None:
