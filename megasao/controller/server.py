@@ -42,6 +42,7 @@ from megasao.transport.messages import (
     Fetched,
     FetchRequest,
     FinishRequest,
+    Forget,
     FromTrainer,
     FromWorker,
     Heartbeat,
@@ -54,6 +55,7 @@ from megasao.transport.messages import (
     Status,
     StatusRequest,
     Stop,
+    Stored,
     Trajectories,
     Waiting,
     Welcome,
@@ -156,6 +158,7 @@ class ControllerServer:
             self._answer(identity, Refused(str(error)))
             return
         self.state.workers.heard(identity, now)
+        self.state.count("received_bytes", sum(map(len, frames)))
         if isinstance(message, FromTrainer) and not isinstance(message, Hello):
             self._from_trainer(identity, message, now)
         else:
@@ -166,7 +169,7 @@ class ControllerServer:
             self._answer(peer, Stop(self._finish.reason))
         match message:
             case Hello(role="rollout"):
-                unknown = self.state.hello(peer, message.peer, message.active_leases, now)
+                unknown = self.state.hello(peer, message.peer, message.active_leases, now, message.payload)
                 self._answer(peer, self._welcome(unknown))
             case Hello():
                 self._answer(peer, self._welcome([]))
@@ -179,6 +182,8 @@ class ControllerServer:
             case Trajectories():
                 refused = self._intake.take(message, payload)
                 self._answer(peer, Ack(message.seq, refused))
+            case Stored():
+                self._answer(peer, self._intake.take_stored(message, peer))
             case EvaluationResult():
                 reason = self.state.evaluated(message)
                 self._answer(peer, Ack(message.seq, {message.lease_id: reason} if reason else {}))
@@ -204,6 +209,8 @@ class ControllerServer:
             case CheckpointSaved():
                 self.state.checkpointed(message.step)
                 self.state.batches.forget(self._opened.store.forget(self.state.batches.may_forget))
+                for worker, names in self.state.take_forgotten().items():
+                    self._answer(worker, Forget(names))
             case FinishRequest():
                 self._begin_finish(message, now)
             case StatusRequest():
@@ -213,7 +220,9 @@ class ControllerServer:
     def _fetch(self, peer: bytes, trajectory_ids: list[str]) -> None:
         try:
             batch = self._opened.store.fetch(trajectory_ids)
-            self._answer(peer, Fetched(batch.num_rows), to_ipc(batch))
+            payload = to_ipc(batch)
+            self.state.count("fetched_bytes", len(payload))
+            self._answer(peer, Fetched(batch.num_rows), payload)
         except ValueError as error:
             self._answer(peer, Refused(str(error)))
 
