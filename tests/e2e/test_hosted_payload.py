@@ -38,23 +38,24 @@ def asked_again(run: RunDirectory) -> bool:
 
 
 def test_whoever_is_killed_the_trajectories_are_trained_once(model: Path, tmp_path: Path) -> None:
-    """The trainer is killed while it waits for a host that is stopped: in the middle of a fetch."""
-    total, place = 12, tmp_path / "disk"
+    """Both ranks fetch. The trainer is killed while it waits for a host that is stopped: in the middle of a fetch."""
+    total, place = 10, tmp_path / "disk"
     config = runs.write_config(
         tmp_path / "config.yaml",
         model,
         loop={"steps": total, "batch_size": 8},
         actor={"optimizer": {"lr": 1e-3}, "router_replay": True},
+        parallel={"ranks": 2},
         weights={"transport": "disk"},
         buffer={"payload": "rollout", "payload_directory": str(place)},
         supervision={"start_timeout_s": 120.0},
     )
     process = runs.start(config)
     run = runs.directory(config)
-    for role, after in (("rollout", 3), ("controller", 5)):
+    for role, after in (("rollout", 2), ("controller", 4)):
         runs.wait_until(lambda after=after: len(runs.steps(run)) >= after, process, config)
         runs.kill_role(process, role)
-    runs.wait_until(lambda: len(runs.steps(run)) >= 7, process, config)
+    runs.wait_until(lambda: len(runs.steps(run)) >= 6, process, config)
     host = runs.role_process(process, "rollout")
     assert host is not None
     host.send_signal(signal.SIGSTOP)
