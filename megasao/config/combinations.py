@@ -151,6 +151,21 @@ def waits(config: "Config") -> Iterator[Problem]:
         yield Problem("transport.dead_after_s", reason)
 
 
+def payload(config: "Config") -> Iterator[Problem]:
+    """A batch whose payload is with a worker that restarts must be waited for."""
+    if config.buffer.payload == "controller":
+        if config.buffer.payload_directory is not None:
+            yield Problem("buffer.payload_directory", "has no meaning with buffer.payload = controller; take it out")
+        return
+    longest = config.transport.dead_after_s + config.supervision.start_timeout_s
+    if config.loop.batch_timeout_s <= longest:
+        reason = (
+            f"the run would fail after {config.loop.batch_timeout_s:g} s while a worker that has payload may still "
+            f"come back: transport.dead_after_s + supervision.start_timeout_s = {longest:g}; make the wait longer"
+        )
+        yield Problem("loop.batch_timeout_s", reason)
+
+
 def weight_waits(config: "Config") -> Iterator[Problem]:
     """The trainer's ranks wait in a collective while rank 0 waits for both phases of the update before."""
     bound, phases = config.parallel.timeout_s, 2 * config.transport.weights_timeout_s
@@ -449,6 +464,7 @@ RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (
     conversations,
     benchmarks,
     waits,
+    payload,
     weight_waits,
     exposure,
     weights,

@@ -75,6 +75,16 @@ class BufferConfig(Section):
     max_attempts: int = Field(
         3, ge=1, description="Attempts at a prompt after failures before it is given up, counted."
     )
+    payload: Literal["controller", "rollout"] = Field(
+        "controller",
+        description="Where trajectories lie until they are trained: in the controller's journal, or in one of each "
+        "rollout worker, from which the trainer's ranks fetch them; the controller then has only what it decides with.",
+    )
+    payload_directory: str | None = Field(
+        None,
+        description="With payload = rollout: where workers keep it, such as a disk of their node; null is in the run "
+        "directory. On a disk that a lost node takes along, so does it.",
+    )
 
 
 class EvaluationConfig(Section):

@@ -120,6 +120,19 @@ class RunDirectory:
         """Weights for the SGLang servers of ``name``, written by their rollout worker."""
         return self.path / "weights" / name
 
+    def payload(self, config: Config, name: str) -> Path:
+        """The journal of the rollout worker ``name``, where workers keep their trajectories.
+
+        Runs of one name that share ``buffer.payload_directory`` do not share their journals.
+        """
+        if config.buffer.payload_directory is None:
+            return self.path / "payload" / name
+        return Path(config.buffer.payload_directory) / self._own_name(config) / name
+
+    def _own_name(self, config: Config) -> str:
+        place = zlib.crc32(str(self.path.absolute()).encode())
+        return f"{config.run.name}-{place:08x}"
+
     def published(self, config: Config) -> Path:
         """Versions of the weights that the trainer's ranks write, where they travel by disk.
 
@@ -127,8 +140,7 @@ class RunDirectory:
         """
         if config.weights.directory is None:
             return self.path / "weights" / "published"
-        place = zlib.crc32(str(self.path.absolute()).encode())
-        return Path(config.weights.directory) / f"{config.run.name}-{place:08x}"
+        return Path(config.weights.directory) / self._own_name(config)
 
     @property
     def keys(self) -> Path:

@@ -2,7 +2,8 @@
 
 Invariants:
 - a trajectory is in at most one step, or dropped, or waiting;
-- a step that was assembled keeps its trajectories for good: asking again, also after a restart, gives the same;
+- a step that was assembled keeps its trajectories for good: asking again, also after a restart, gives the same; only if
+  payload of it was lost with its rollout host before it was trained, it is dissolved, and assembled again;
 - no batch holds a trajectory whose lag at the requested version is above ``max_lag``, nor more stale ones than
   ``max_stale_share`` of it;
 - a batch is whole groups; what is left of a group that died is dropped.
@@ -11,9 +12,13 @@ Invariants:
 import math
 
 from megasao.controller.groups import GroupBook
+from megasao.controller.hosts import HostBook
 from megasao.controller.leases import parse_lease_id
 from megasao.trajectories.buffer import Summary, TrajectoryBuffer
 from megasao.trajectories.ledger import Batch, Checkpointed, Dropped, GaveUp, Record
+
+LOST_HOST = "lost_host"
+"""Why trajectories are dropped whose payload is gone with its rollout host."""
 
 
 class BatchBook:
@@ -27,9 +32,11 @@ class BatchBook:
         keep_checkpoints: int,
         max_stale_share: float = 1.0,
         groups: GroupBook | None = None,
+        hosts: HostBook | None = None,
     ) -> None:
         self.buffer = TrajectoryBuffer()
         self.groups = groups or GroupBook(1, "drop")
+        self._hosts = hosts
         self.batch_size = batch_size
         self.max_lag = max_lag
         self.dropped: dict[tuple[str, str], int] = {}
@@ -42,6 +49,7 @@ class BatchBook:
         self._keep_checkpoints = keep_checkpoints
         self._next_step = 0
         self._batches: dict[int, Batch] = {}
+        self._dissolved: set[int] = set()
         self._summaries: dict[str, Summary] = {}
         self._consumed_at: dict[str, int] = {}
         self._checkpoints: list[int] = []
@@ -50,6 +58,15 @@ class BatchBook:
     def next_step(self) -> int:
         """The first step that was not assembled yet."""
         return self._next_step
+
+    def is_open(self, step: int) -> bool:
+        """Whether trajectories are still to be chosen for this step."""
+        return step not in self._batches or step in self._dissolved
+
+    @property
+    def dissolved(self) -> int:
+        """How many steps have to be assembled again."""
+        return len(self._dissolved)
 
     @property
     def horizon(self) -> int:
@@ -87,15 +104,19 @@ class BatchBook:
         self._summaries[name] = summary
 
     def request(self, step: int, version: int, records: list[Record]) -> list[Summary] | None:
-        """The trajectories of ``step``, or None while there are too few.
+        """The trajectories of ``step``, or None while there are too few, or while a rollout host of theirs is away.
 
         Adds to ``records`` what must be durable before they are handed out. ValueError: a step that cannot be had.
         """
-        if step in self._batches:
-            return self._replay(self._batches[step], version)
-        if step < self.next_step:
+        batch = self._batches.get(step)
+        if batch is not None and step not in self._dissolved:
+            lost = self._lost_of(batch)
+            if not lost:
+                return self._replay(batch, version) if self._is_there(batch) else None
+            self._dissolve(batch, lost, version, records)
+        elif batch is None and step < self.next_step:
             raise self._deleted(step)
-        if step != self.next_step:
+        elif batch is None and step != self.next_step:
             raise ValueError(
                 f"step {step} was asked for, but the last batch in the ledger is of step {self.next_step - 1}: "
                 "the trainer's checkpoint does not belong to this journal"
@@ -107,6 +128,7 @@ class BatchBook:
             groups=self.batch_size // self.groups.size,
             most_stale=self.most_stale,
             expected=self.groups.expected,
+            is_there=self._hosts.is_there if self._hosts is not None else lambda name: True,
         )
         if assembly.chosen is None:
             # They would keep the room that fresher ones need.
@@ -119,6 +141,13 @@ class BatchBook:
         for summary in assembly.chosen:
             self.consumed[summary.task] = self.consumed.get(summary.task, 0) + 1
         return assembly.chosen
+
+    def lose_payload(self, trajectory_ids: list[str], version: int, records: list[Record]) -> None:
+        """Payload is gone with its host: what waits of it is dropped. Steps are looked at when they are asked for."""
+        names = set(trajectory_ids)
+        lost = [summary for summary in self.buffer.waiting() if summary.trajectory_id in names]
+        self.buffer.remove(lost)
+        self._drop(lost, LOST_HOST, self.next_step, version, records)
 
     def lose(self, group: str, version: int, records: list[Record]) -> None:
         """A rollout of this group will never arrive."""
@@ -169,6 +198,32 @@ class BatchBook:
             "resume from a newer checkpoint"
         )
 
+    def _lost_of(self, batch: Batch) -> set[str]:
+        """What cannot be had any more of a step: of a host that is gone, or dropped for that when the controller died
+        before the step was assembled again."""
+        deleted = any(name not in self._consumed_at for name in batch.trajectory_ids)
+        if self._hosts is None or deleted:
+            return set()
+        dropped = {name for name in batch.trajectory_ids if self._consumed_at.get(name) != batch.step}
+        return dropped | {name for name in batch.trajectory_ids if self._hosts.is_gone(name)}
+
+    def _is_there(self, batch: Batch) -> bool:
+        return self._hosts is None or all(map(self._hosts.is_there, batch.trajectory_ids))
+
+    def _dissolve(self, batch: Batch, lost: set[str], version: int, records: list[Record]) -> None:
+        """The step has no trajectories any more: those that can be had wait again, the others are dropped."""
+        held = [name for name in batch.trajectory_ids if self._consumed_at.get(name) == batch.step]
+        if any(name not in self._summaries for name in held):
+            self._replay(batch, version)  # an old step, whose trajectories were deleted: it says so
+        self._dissolved.add(batch.step)
+        for summary in [self._summaries[name] for name in held]:
+            del self._consumed_at[summary.trajectory_id]
+            self.consumed[summary.task] -= 1
+            self.buffer.add(summary)
+        gone = [self._summaries[name] for name in held if name in lost]
+        self.buffer.remove(gone)
+        self._drop(gone, LOST_HOST, batch.step, version, records)
+
     def _replay(self, batch: Batch, version: int) -> list[Summary]:
         if any(name not in self._summaries for name in batch.trajectory_ids):
             raise self._deleted(batch.step)
@@ -182,6 +237,11 @@ class BatchBook:
         return summaries
 
     def _take_batch(self, batch: Batch) -> None:
+        self._dissolved.discard(batch.step)
+        earlier = self._batches.get(batch.step)
+        for name in earlier.trajectory_ids if earlier is not None else []:
+            if self._consumed_at.get(name) == batch.step:
+                del self._consumed_at[name]
         self._batches[batch.step] = batch
         self._next_step = max(self._next_step, batch.step + 1)
         for name in batch.trajectory_ids:

@@ -1,4 +1,5 @@
-"""Trajectories as they arrive: validated row by row, journaled, refused by name.
+"""Trajectories as they arrive: validated row by row, journaled, refused by name; or, where rollout hosts keep the
+payload, what is said of them.
 
 Invariants:
 - a bad row never costs the good rows beside it, and gives its lease back;
@@ -6,20 +7,25 @@ Invariants:
 """
 
 import logging
+from dataclasses import replace
 
 import pyarrow as pa
 
 from megasao.controller.leases import granted_version
-from megasao.controller.state import DUPLICATE, ControllerState
+from megasao.controller.state import DUPLICATE, ControllerState, host_name
 from megasao.trajectories.buffer import Summary, summarise
 from megasao.trajectories.columns import conform
 from megasao.trajectories.ipc import from_ipc
 from megasao.trajectories.journal import Journal
 from megasao.trajectories.store import JournalStore
 from megasao.trajectories.validation import select_rows, validate_rows
-from megasao.transport.messages import Trajectories
+from megasao.transport.messages import Ack, Stored, Trajectories
 
 logger = logging.getLogger(__name__)
+
+
+PAYLOAD_HERE = "buffer.payload = controller: send the trajectories themselves"
+PAYLOAD_THERE = "buffer.payload = rollout: keep the payload and say what it is"
 
 
 class Intake:
@@ -32,6 +38,8 @@ class Intake:
 
     def take(self, message: Trajectories, payload: bytes) -> dict[str, str]:
         """Store what is good; the reasons by trajectory for what is not. Durable after the journal's ``sync``."""
+        if self._state.hosts is not None:
+            return self._refuse(dict.fromkeys(message.lease_ids, PAYLOAD_THERE))
         try:
             batch = conform(from_ipc(payload))
             bad = validate_rows(batch)
@@ -41,6 +49,26 @@ class Intake:
         answered = set(batch.column("trajectory_id").to_pylist())
         refused |= {lease: "no row with this trajectory_id" for lease in message.lease_ids if lease not in answered}
         return self._refuse(refused)
+
+    def take_stored(self, message: Stored, peer: bytes) -> Ack:
+        """Trajectories whose payload stays with the worker: what is refused of them, and what it need not keep."""
+        hosts = self._state.hosts
+        if hosts is None:
+            return Ack(message.seq, self._refuse({s.trajectory_id: PAYLOAD_HERE for s in message.summaries}))
+        host, refused, accepted = host_name(peer), {}, []
+        for said in message.summaries:
+            if hosts.wants(said.trajectory_id, host):
+                continue  # said again
+            summary = said if said.newest_version is not None else _dated(said)
+            reason = self._state.screen(summary)
+            if reason is None:
+                self._state.accept(summary)
+                accepted.append(summary)
+            elif reason != DUPLICATE:
+                refused[said.trajectory_id] = reason
+        self._state.hosted(peer, accepted)
+        unwanted = [s.trajectory_id for s in message.summaries if not hosts.wants(s.trajectory_id, host)]
+        return Ack(message.seq, self._refuse(refused), unwanted)
 
     def _store_rows(self, batch: pa.RecordBatch, bad: dict[int, str], leases: set[str]) -> dict[str, str]:
         names = batch.column("trajectory_id").to_pylist()
@@ -70,3 +98,8 @@ class Intake:
             if not self._state.failed(lease_id, "refused"):
                 self._state.count("refused/no_lease")
         return refused
+
+
+def _dated(summary: Summary) -> Summary:
+    """Of a trajectory that does not say its versions: no token is older than its lease."""
+    return replace(summary, oldest_version=granted_version(summary.trajectory_id))

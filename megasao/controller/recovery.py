@@ -5,10 +5,8 @@ Invariants:
 - one controller at a time has a run's files open.
 """
 
-import fcntl
 import json
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +21,7 @@ from megasao.observability.jsonl import parse_lines
 from megasao.trajectories.buffer import Summary, summarise
 from megasao.trajectories.journal import SEGMENT_BYTES, Journal
 from megasao.trajectories.ledger import Ledger
+from megasao.trajectories.lock import exclusive
 from megasao.trajectories.store import JournalStore
 
 
@@ -54,7 +53,7 @@ class Opened:
     def __init__(self, run: RunDirectory, *, segment_bytes: int = SEGMENT_BYTES, lock_wait_s: float = 0.0) -> None:
         """Raises ValueError where another controller has them open for ``lock_wait_s``, or where they are damaged."""
         run.create()
-        self._lock = _lock(run.journal / "lock", lock_wait_s)
+        self._lock = exclusive(run.journal / "lock", "controller of this run", wait_s=lock_wait_s)
         self.ledger = Ledger.open(run.journal / "ledger.jsonl")
         self.journal = Journal(run.journal, segment_bytes=segment_bytes)
         self.store = JournalStore(self.journal)
@@ -89,17 +88,3 @@ class Opened:
         self.ledger.close()
         self.evaluations.close()
         self._lock.close()
-
-
-def _lock(path: Path, wait_s: float) -> BinaryIO:
-    file = path.open("ab")
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                file.close()
-                raise ValueError(f"another controller of this run is alive (it holds {path}); stop it first") from None
-            time.sleep(0.1)

@@ -43,6 +43,7 @@ from megasao.transport.messages import (
     Fetched,
     FetchRequest,
     FinishRequest,
+    Forget,
     FromServer,
     FromTrainer,
     FromWorker,
@@ -59,6 +60,7 @@ from megasao.transport.messages import (
     Status,
     StatusRequest,
     Stop,
+    Stored,
     Trajectories,
     Waiting,
     Welcome,
@@ -162,6 +164,7 @@ class ControllerServer:
             self._answer(identity, Refused(str(error)))
             return
         self.state.workers.heard(identity, now)
+        self.state.count("received_bytes", sum(map(len, frames)))
         if isinstance(message, FromServer):
             self._from_server(identity, message, now)
         elif isinstance(message, FromTrainer) and not isinstance(message, Hello):
@@ -174,7 +177,7 @@ class ControllerServer:
             self._answer(peer, Stop(self._finish.reason))
         match message:
             case Hello(role="rollout"):
-                unknown = self.state.hello(peer, message.peer, message.active_leases, now)
+                unknown = self.state.hello(peer, message.peer, message.active_leases, now, message.payload)
                 self._answer(peer, self._welcome(unknown, peer, now))
             case Hello():
                 self._answer(peer, self._welcome([]))
@@ -189,6 +192,8 @@ class ControllerServer:
             case Trajectories():
                 refused = self._intake.take(message, payload)
                 self._answer(peer, Ack(message.seq, refused))
+            case Stored():
+                self._answer(peer, self._intake.take_stored(message, peer))
             case EvaluationResult():
                 reason = self.state.evaluated(message)
                 self._answer(peer, Ack(message.seq, {message.lease_id: reason} if reason else {}))
@@ -226,6 +231,8 @@ class ControllerServer:
             case CheckpointSaved():
                 self.state.checkpointed(message.step)
                 self.state.batches.forget(self._opened.store.forget(self.state.batches.may_forget))
+                for worker, names in self.state.take_forgotten().items():
+                    self._answer(worker, Forget(names))
             case FinishRequest():
                 self._begin_finish(message, now)
             case StatusRequest():
@@ -235,7 +242,9 @@ class ControllerServer:
     def _fetch(self, peer: bytes, trajectory_ids: list[str]) -> None:
         try:
             batch = self._opened.store.fetch(trajectory_ids)
-            self._answer(peer, Fetched(batch.num_rows), to_ipc(batch))
+            payload = to_ipc(batch)
+            self.state.count("fetched_bytes", len(payload))
+            self._answer(peer, Fetched(batch.num_rows), payload)
         except ValueError as error:
             self._answer(peer, Refused(str(error)))
 

@@ -21,6 +21,7 @@ from megasao.controller.admission import Admission
 from megasao.controller.batches import BatchBook
 from megasao.controller.evaluations import EvaluationBook, problem_with
 from megasao.controller.groups import GroupBook
+from megasao.controller.hosts import HostBook
 from megasao.controller.leases import TRAIN, Held, Key, LeaseBook, granted_version, parse_lease_id
 from megasao.controller.lessor import Lessor
 from megasao.controller.prompts import PromptSource
@@ -28,7 +29,7 @@ from megasao.controller.workers import Worker, WorkerBook
 from megasao.environments.base import Environment
 from megasao.environments.benchmarks.background import BackgroundBenchmark
 from megasao.trajectories.buffer import Summary
-from megasao.trajectories.ledger import Batch, Dropped, EvaluationStarted, Failed, GaveUp, Record, Started
+from megasao.trajectories.ledger import Batch, Dropped, EvaluationStarted, Failed, GaveUp, HostedAt, Record, Started
 from megasao.transport.messages import EvaluationResult, Lease, Manifest, ManifestEntry, Waiting
 
 DUPLICATE = "duplicate"
@@ -78,12 +79,15 @@ class ControllerState:
         self.leases = LeaseBook(self.generation)
         self.prompts = PromptSource(config.buffer.max_attempts)
         self.groups = GroupBook(config.loop.group_size, config.loop.partial_groups)
+        self.hosts = HostBook(config.supervision.start_timeout_s) if config.buffer.payload == "rollout" else None
+        """Where payload is, if rollout hosts keep it."""
         self.batches = BatchBook(
             batch_size=config.loop.batch_size,
             max_lag=config.loop.max_lag,
             keep_checkpoints=config.checkpoint.keep,
             max_stale_share=config.loop.max_stale_share,
             groups=self.groups,
+            hosts=self.hosts,
         )
         self.evaluations = EvaluationBook(self._episodes_of, config.buffer.max_attempts, finished_evaluations)
         self.admission = Admission.from_config(config)
@@ -97,6 +101,7 @@ class ControllerState:
         self._restore(records, journaled, now)
 
     def _restore(self, records: list[Record], journaled: list[Summary], now: float) -> None:
+        hosted: list[HostedAt] = []
         for record in records:
             self.prompts.restore(record)
             self.batches.restore(record)
@@ -108,15 +113,28 @@ class ControllerState:
                     self.count("leased")
                 case GaveUp():
                     self.count("given_up")
+                case HostedAt():
+                    hosted.append(record)
                 case Batch(trajectory_ids=names) | Dropped(trajectory_ids=names):
                     for name in names:
                         self._settle(name)
-        for summary in journaled:
+        for summary in [*journaled, *self._recover_hosted(hosted)]:
             self.batches.add(summary)
             self._settle(summary.trajectory_id)
         self.batches.bury_dead(0, self._records)
         self._forget_dead_groups()
         self.prompts.recovered(due=now + self.config.transport.dead_after_s)
+
+    def _recover_hosted(self, records: list[HostedAt]) -> list[Summary]:
+        """What rollout hosts still have to keep."""
+        if self.hosts is None:
+            return []
+        wanted: list[Summary] = []
+        for record in records:
+            own = [summary for summary in record.summaries if not self.batches.may_forget(summary.trajectory_id)]
+            self.hosts.hold([summary.trajectory_id for summary in own], record.host)
+            wanted += own
+        return wanted
 
     # what the caller must do
 
@@ -136,11 +154,14 @@ class ControllerState:
 
     # from workers
 
-    def hello(self, peer: bytes, name: str, active: list[str], now: float) -> list[str]:
+    def hello(self, peer: bytes, name: str, active: list[str], now: float, payload: str = "") -> list[str]:
         """A worker (re)connected and is at work on ``active``; returns the leases that it must forget.
 
-        Among them those it does not name: it has lost them, or they crossed this message on the wire.
+        Among them those it does not name: it has lost them, or they crossed this message on the wire. ``payload``:
+        where it is asked for what it keeps itself.
         """
+        if self.hosts is not None:
+            self.hosts.arrive(host_name(peer), payload)
         self.workers.add(peer, name, now)
         claimed = set(active)
         lost = [held.lease_id for held in self.leases.of_peer(peer) if held.lease_id not in claimed]
@@ -162,6 +183,8 @@ class ControllerState:
         if peer in self.workers:
             self.workers.remove(peer)
             self.count("workers_lost")
+        if self.hosts is not None:
+            self.hosts.leave(host_name(peer))
         for held in self.leases.of_peer(peer):
             self._end(held.lease_id, "returned/lost_worker")
 
@@ -207,6 +230,13 @@ class ControllerState:
         self.count("accepted_tokens", summary.tokens)
         self.count("truncated", summary.truncated)
 
+    def hosted(self, peer: bytes, summaries: list[Summary]) -> None:
+        """These were accepted, and their payload is with the worker that said so."""
+        if self.hosts is not None and summaries:
+            host = host_name(peer)
+            self.hosts.hold([summary.trajectory_id for summary in summaries], host)
+            self._records.append(HostedAt(host, summaries))
+
     def evaluated(self, result: EvaluationResult) -> str | None:
         """Count an evaluation result; why it is refused, or None."""
         key = parse_lease_id(result.lease_id)
@@ -229,10 +259,10 @@ class ControllerState:
         self._training = True
         self._reached(version, went_back=self.version is not None and version < self.version)
         if chosen is None:
-            self._wanted = step
+            self._wanted = step if self.batches.is_open(step) else None
             return Waiting(len(self.batches.buffer), self.batches.batch_size, self._describe())
         self._wanted = None
-        return Manifest(step, [_entry(summary) for summary in chosen], self.metrics())
+        return Manifest(step, [self._entry(summary) for summary in chosen], self.metrics())
 
     def request_evaluation(self, step: int, version: int, now: float) -> None:
         """Start the evaluations of ``step``, unless they were started before."""
@@ -250,6 +280,14 @@ class ControllerState:
     def checkpointed(self, step: int) -> None:
         """The checkpoint after ``step`` steps is complete."""
         self.batches.checkpointed(step, self._records)
+
+    def take_forgotten(self) -> dict[bytes, list[str]]:
+        """Payload that nobody will ask for again, by the worker that is to forget it."""
+        if self.hosts is None:
+            return {}
+        names = [name for name in self.hosts.trajectories if self.batches.may_forget(name)]
+        self.batches.forget(names)
+        return {host.encode(): own for host, own in self.hosts.forget(names).items()}
 
     def snapshot(self, step: int) -> dict[str, Any]:
         """Plain data for the checkpoint after ``step`` steps: where journal and ledger stood."""
@@ -271,6 +309,10 @@ class ControllerState:
             self.lose(peer)
         for held in self.leases.expire(now):
             self._fail(held.key, "lease_timeout")
+        lost = self.hosts.give_up(now) if self.hosts is not None else []
+        if lost:
+            self.batches.lose_payload(lost, self.version or 0, self._records)
+            self._forget_dead_groups()
 
     def grant(self, now: float) -> dict[bytes, list[Lease]]:
         """New leases by worker, spread over the workers with room: evaluations, which take no room of training, then
@@ -339,7 +381,7 @@ class ControllerState:
         wanted = a_batch if self._wanted is not None else 0
         if loop.mode == "sync":
             return wanted
-        left = (loop.steps - self.batches.next_step) * a_batch
+        left = (loop.steps - self.batches.next_step + self.batches.dissolved) * a_batch
         if loop.max_stale_share < 1:
             left = min(left, wanted + self.batches.most_stale // self.groups.size)
         return left
@@ -368,7 +410,25 @@ class ControllerState:
 
     # inside
 
+    def _entry(self, summary: Summary) -> ManifestEntry:
+        return ManifestEntry(
+            trajectory_id=summary.trajectory_id,
+            tokens=summary.tokens,
+            action_tokens=summary.action_tokens,
+            oldest_version=summary.oldest_version,
+            newest_version=summary.newest_version,
+            reward=summary.reward,
+            truncated=summary.truncated,
+            prompt_id=summary.prompt_id,
+            group_id=summary.group_id,
+            task=summary.task,
+            nbytes=summary.nbytes if self.hosts is not None else 0,
+            payload=self.hosts.address(summary.trajectory_id) if self.hosts is not None else "",
+        )
+
     def _describe(self) -> str:
+        if self.hosts is not None and self.hosts.away:
+            return f"payload is with {', '.join(self.hosts.away)}, which is not there"
         if not len(self.workers):
             return "no rollout worker is connected"
         return (
@@ -523,16 +583,6 @@ class ControllerState:
                     self.count("returned/incomplete_group")
 
 
-def _entry(summary: Summary) -> ManifestEntry:
-    return ManifestEntry(
-        trajectory_id=summary.trajectory_id,
-        tokens=summary.tokens,
-        action_tokens=summary.action_tokens,
-        oldest_version=summary.oldest_version,
-        newest_version=summary.newest_version,
-        reward=summary.reward,
-        truncated=summary.truncated,
-        prompt_id=summary.prompt_id,
-        group_id=summary.group_id,
-        task=summary.task,
-    )
+def host_name(peer: bytes) -> str:
+    """A worker's name as a host of payload."""
+    return peer.decode(errors="replace")

@@ -28,12 +28,16 @@ class ControllerSilent(RuntimeError):
 class ControllerLink:
     """Owns the DEALER socket (asyncio kind) and the outbox."""
 
-    def __init__(self, socket: Any, address: str, peer: str, *, heartbeat_s: float, give_up_after_s: float) -> None:
+    def __init__(
+        self, socket: Any, address: str, peer: str, *, heartbeat_s: float, give_up_after_s: float, payload: str = ""
+    ) -> None:
+        """``payload``: where this worker is asked for trajectories, if it keeps them itself."""
         self._socket = socket
         self._address = address
         self._peer = peer
         self._heartbeat_s = heartbeat_s
         self._give_up_after_s = give_up_after_s
+        self._payload = payload
         self._last_heard = time.monotonic()
         self._last_hello = -float("inf")
         self._incarnation: str | None = None
@@ -83,14 +87,16 @@ class ControllerLink:
         overdue = not self.connected or silent > 2 * self._heartbeat_s
         if overdue and now - self._last_hello > min(self._heartbeat_s, 1.0):
             self._last_hello = now
-            await self.send(Hello(peer=self._peer, role="rollout", active_leases=active_leases))
+            await self.send(Hello(peer=self._peer, role="rollout", active_leases=active_leases, payload=self._payload))
 
-    def welcomed(self, incarnation: str) -> None:
-        """The controller knows this worker. One that was restarted is sent again what is not acknowledged."""
+    def welcomed(self, incarnation: str) -> bool:
+        """The controller knows this worker; whether it is a new one, which is sent again what is not acknowledged."""
         self.connected = True
-        if incarnation != self._incarnation:
+        is_new = incarnation != self._incarnation
+        if is_new:
             self._incarnation = incarnation
             self.outbox.forget_sending()
+        return is_new
 
     def lost(self) -> None:
         """The controller does not know this worker: say ``Hello`` before anything else."""

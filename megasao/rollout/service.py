@@ -11,7 +11,7 @@ Invariants:
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megasao.config import Config
@@ -21,6 +21,8 @@ from megasao.rollout.engines.base import EngineError
 from megasao.rollout.episode import EpisodeRunner
 from megasao.rollout.evaluation import EvaluationGate, WeightsLate, WeightSource, wait_for_weights
 from megasao.rollout.link import ControllerLink
+from megasao.trajectories.buffer import Summary
+from megasao.trajectories.hosted import PayloadJournal
 from megasao.trajectories.ipc import to_ipc
 from megasao.trajectories.schema import Trajectory, to_batch
 from megasao.transport.messages import (
@@ -29,11 +31,13 @@ from megasao.transport.messages import (
     Credit,
     EvaluationResult,
     Failure,
+    Forget,
     Heartbeat,
     Lease,
     Leases,
     Refused,
     Stop,
+    Stored,
     Trajectories,
     Welcome,
 )
@@ -45,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.02
 """Finished episodes within one tick travel in one Arrow batch."""
+
+MOST_SUMMARIES = 1024
+"""In one message to the controller."""
 
 MAX_ENGINE_ERRORS = 8
 """Engine errors in a row, with no episode finished between them, after which the engine counts as dead."""
@@ -63,10 +70,12 @@ class RolloutService:
         lifesign: LifeSign,
         benchmarks: Mapping[str, EpisodeRunner] | None = None,
         members: "FleetMembers | None" = None,
+        payload: PayloadJournal | None = None,
     ) -> None:
         """``train`` plays on the engine that ``weights`` keeps up to date, ``evaluation`` and ``benchmarks`` (by name)
-        on an engine of their own. ``members``: of the training engine, if that is a fleet whose servers may change."""
-        self._members = members
+        on an engine of their own. ``members``: of the training engine, if that is a fleet whose servers may change.
+        ``payload``: where trajectories stay, if they are not sent to the controller."""
+        self._members, self._payload = members, payload
         self._lifesign = lifesign
         self._config = config
         self._link = link
@@ -109,7 +118,8 @@ class RolloutService:
             case Welcome():
                 for lease_id in message.unknown_leases:
                     self._forget(lease_id)
-                self._link.welcomed(message.incarnation)
+                if self._link.welcomed(message.incarnation) and self._payload is not None:
+                    self._say_what_is_held(self._payload.summaries)
                 if self._members is not None:
                     self._members.told(message.servers, message.leaving)
                 self._last_credit = None
@@ -120,6 +130,9 @@ class RolloutService:
                 self._link.outbox.settle(message.seq)
                 for row, reason in message.refused.items():
                     logger.warning("the controller refused %s: %s", row, reason)
+                self._need_not_keep(message.forget)
+            case Forget():
+                self._need_not_keep(message.trajectory_ids)
             case Refused():
                 self._refused(message)
             case Stop():
@@ -201,8 +214,12 @@ class RolloutService:
         active = [*self._episodes, *(t.trajectory_id for t in self._finished), *self._link.outbox.lease_ids()]
         await self._link.keep_alive(active)
         if self._finished:
-            self._ship(self._finished)
-            self._finished = []
+            finished = list(self._finished)  # more may be added while these are written
+            if self._payload is None:
+                self._ship(finished)
+            else:
+                await self._store(finished, self._payload)
+            del self._finished[: len(finished)]
         await self._link.flush()
         if self._link.connected:
             await self._heartbeat()
@@ -212,18 +229,40 @@ class RolloutService:
         names = [trajectory.trajectory_id for trajectory in trajectories]
         try:
             payload = to_ipc(to_batch(trajectories))
+            self._link.keep(Trajectories(self._link.outbox.next_seq(), names), names, payload)
         except ValueError as error:
             self._ship_one_by_one(trajectories, error)
-            return
-        self._link.keep(Trajectories(self._link.outbox.next_seq(), names), names, payload)
 
     def _ship_one_by_one(self, trajectories: list[Trajectory], error: ValueError) -> None:
-        """A row that does not fit the schema is reported alone; the others go on."""
+        """A row that does not fit the schema, or no message, is reported alone; the others go on."""
         if len(trajectories) == 1:
             self._fail(trajectories[0].trajectory_id, "invalid_trajectory", error)
             return
         for trajectory in trajectories:
             self._ship([trajectory])
+
+    async def _store(self, trajectories: list[Trajectory], payload: PayloadJournal) -> None:
+        """Keep them here, durably; the controller is told what it must know of them."""
+        try:
+            summaries = await asyncio.to_thread(lambda: payload.keep(to_batch(trajectories)))
+        except ValueError as error:
+            if len(trajectories) == 1:
+                self._fail(trajectories[0].trajectory_id, "invalid_trajectory", error)
+                return
+            for trajectory in trajectories:
+                await self._store([trajectory], payload)
+            return
+        self._say_what_is_held(summaries)
+
+    def _say_what_is_held(self, summaries: Sequence[Summary]) -> None:
+        for first in range(0, len(summaries), MOST_SUMMARIES):
+            some = list(summaries[first : first + MOST_SUMMARIES])
+            message = Stored(self._link.outbox.next_seq(), some)
+            self._link.keep(message, [summary.trajectory_id for summary in some])
+
+    def _need_not_keep(self, trajectory_ids: list[str]) -> None:
+        if self._payload is not None and trajectory_ids:
+            self._payload.forget(trajectory_ids)
 
     async def _offer(self) -> None:
         """Say how many more episodes fit, when that or the weight version has changed."""

@@ -21,7 +21,9 @@ from megasao.rollout.engines.base import Engine
 from megasao.rollout.engines.embedded import EmbeddedEngine
 from megasao.rollout.episode import EpisodeRunner
 from megasao.rollout.link import ControllerLink
+from megasao.rollout.payload import PayloadService, own_host
 from megasao.rollout.service import RolloutService
+from megasao.trajectories.hosted import PayloadJournal
 from megasao.transport.endpoints import connect_dealer
 from megasao.transport.keys import CurveKeys, load_keys, load_server_key
 from megasao.weights.receiver import WeightReceiver
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from megasao.rollout.members import FleetMembers
 
 logger = logging.getLogger(__name__)
+
+PAYLOAD_LOCK_WAIT_S = 10.0
+"""Longer than the system takes to end a worker that was killed."""
 
 
 def run(run: RunDirectory, config: Config, index: int) -> None:
@@ -150,20 +155,22 @@ async def _serve(
         high_water_mark=config.transport.high_water_mark,
         keys=keys,
     )
+    hosted = payload_service(run, config, peer, keys)
     link = ControllerLink(
         socket,
         endpoints.controller,
         peer,
         heartbeat_s=config.transport.heartbeat_s,
         give_up_after_s=config.supervision.start_timeout_s,
+        payload=hosted.address if hosted is not None else "",
     )
     benchmarks = {
         name: EpisodeRunner.build(benchmark.environment, evaluation, codec, benchmark.limits)
         for name, benchmark in background_benchmarks(config).items()
     }
     members = fleet_members(run, config, index, training)
-    lifesign = LifeSign(run.heartbeat(peer))
-    service = RolloutService(config, link, train, evaluate, receiver, lifesign, benchmarks, members)
+    lifesign, kept = LifeSign(run.heartbeat(peer)), hosted.journal if hosted is not None else None
+    service = RolloutService(config, link, train, evaluate, receiver, lifesign, benchmarks, members, kept)
     try:
         await _together(service, receiver, config.supervision.start_timeout_s)
     finally:
@@ -171,8 +178,20 @@ async def _serve(
             await members.close()
         socket.close()
         context.term()
+        if hosted is not None:
+            hosted.close()
         for one in (environment, *(runner.environment for runner in benchmarks.values())):
             await one.close()
+
+
+def payload_service(run: RunDirectory, config: Config, name: str, keys: CurveKeys | None) -> PayloadService | None:
+    """The worker's own journal, served to the trainer's ranks; None where the controller has the payload."""
+    if config.buffer.payload == "controller":
+        return None
+    journal = PayloadJournal(run.payload(config, name), lock_wait_s=PAYLOAD_LOCK_WAIT_S)
+    if journal.discarded_bytes:
+        logger.warning("cut off %d bytes of a torn write at the end of the journal", journal.discarded_bytes)
+    return PayloadService(journal, own_host(run.read_endpoints().controller), keys=keys)
 
 
 async def _together(service: RolloutService, receiver: WeightReceiver, first_weights_s: float) -> None:

@@ -41,8 +41,12 @@ POLL_S = 0.05
 class Loader(Protocol):
     """Where this rank's rows of a step come from."""
 
-    def load(self, manifest: Manifest) -> Batch:
+    def load(self, manifest: Manifest) -> Batch | None:
         """The rows of this rank."""
+        ...
+
+    def close(self) -> None:
+        """Let go of whoever was asked."""
         ...
 
 
@@ -115,6 +119,7 @@ class CriticWorld:
         if self.refuses(command):
             return
         batch = self.source.load(Manifest(step, command.entries, {}))
+        assert batch is not None, "only the actor's world is asked to leave while it waits"
         result = StepResult(values=self.critic.values(batch))
         self.send_values(batch, result.values, step)
         metrics: dict[str, float | None] = {}
@@ -163,6 +168,6 @@ class CriticWorld:
 
     def close(self) -> None:
         """Close this rank's connections."""
-        for resource in (self.service, self.client):
+        for resource in (self.service, self.source, self.client):
             if resource is not None:
                 resource.close()

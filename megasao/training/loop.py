@@ -106,7 +106,9 @@ class Trainer:
         if manifest is None:
             return False
         with timed(metrics, "time/fetch"):
-            batch = self.source.load(manifest)
+            batch = self.source.load(manifest, version)
+        if batch is None:
+            return False
         show = step % self.config.observability.examples_every == 0
         logprobs = self.actor.logprobs(batch) if show else []
         result = self.learn(batch, step)
@@ -277,7 +279,7 @@ class Trainer:
 
     def close(self) -> None:
         """Close this rank's connections and files."""
-        for resource in (self.writer, self.publishing, self.remote, self.client):
+        for resource in (self.writer, self.publishing, self.remote, self.source, self.client):
             if resource is not None:
                 resource.close()
 

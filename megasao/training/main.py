@@ -20,13 +20,14 @@ from megasao.training.critic import Critic
 from megasao.training.critic_world import CriticWorld
 from megasao.training.estimator import Estimator
 from megasao.training.loop import Trainer
+from megasao.training.payload import PayloadReader
 from megasao.training.publishing import make_publishing
 from megasao.training.remote_critic import RemoteCritic, connect
 from megasao.training.source import BatchSource
 from megasao.training.value_service import ValueService
 from megasao.training.world import trainer_world
 from megasao.transport.client import ControllerClient
-from megasao.transport.keys import load_keys
+from megasao.transport.keys import CurveKeys, load_keys
 from megasao.weights.publisher import WeightPublisher
 
 
@@ -72,7 +73,7 @@ def build_critic_world(run: RunDirectory, config: Config, topology: Topology) ->
         topology=topology,
         critic=critic,
         estimator=Estimator(config.algorithm, topology.all_reduce_data),
-        source=BatchSource(client, topology, config, lifesign),
+        source=BatchSource(client, topology, config, lifesign, payload_reader(client, topology, config, keys)),
         service=service,
         lifesign=lifesign,
         client=client,
@@ -121,9 +122,19 @@ def build_trainer(run: RunDirectory, config: Config, topology: Topology, asked_t
         else None,
         remote=remote,
         estimator=Estimator(config.algorithm, topology.all_reduce_data),
-        source=BatchSource(client, topology, config, lifesign, routing, asked_to_leave),
+        source=BatchSource(
+            client, topology, config, lifesign, payload_reader(client, topology, config, keys), routing, asked_to_leave
+        ),
         client=client,
         codec=TokenizerCodec.from_directory(path),
         publishing=make_publishing(run, config, topology, publisher),
         writer=writer,
     )
+
+
+def payload_reader(
+    client: ControllerClient, topology: Topology, config: Config, keys: CurveKeys | None
+) -> PayloadReader:
+    """This rank's way to the payload: a host that is silent for as long as a dead one does not answer."""
+    timeout_s = config.transport.dead_after_s
+    return PayloadReader(client, identity=f"payload-{topology.rank}", keys=keys, timeout_s=timeout_s)

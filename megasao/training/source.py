@@ -3,9 +3,11 @@
 Invariants:
 - rank 0 alone asks for a manifest, and every rank gets the same one;
 - every rank fetches only what its own rows hold; payload never passes through rank 0;
-- all ranks leave before the same step.
+- all ranks leave before the same step;
+- a rank whose payload cannot be had makes all ask again, for a bounded time.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +18,15 @@ import msgspec
 from megasao.config import Config
 from megasao.config.lifesign import LifeSign
 from megasao.families.routing import Routing
-from megasao.megatron.runtime import Topology
+from megasao.megatron.runtime import Topology, gather_counts
 from megasao.training.batch import Batch, pack_manifest
-from megasao.trajectories.schema import Trajectory, from_batch, from_ipc
+from megasao.training.payload import PayloadReader, PayloadUnreachable
 from megasao.transport.client import ControllerClient
-from megasao.transport.messages import BatchRequest, Fetched, FetchRequest, Manifest, Refused, Waiting
+from megasao.transport.messages import BatchRequest, Manifest, Refused, Waiting
 
+logger = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 0.5
 POLL_SECONDS = 30.0
 """Bound on one exchange with the controller; the whole wait is bounded by ``loop.batch_timeout_s``."""
 
@@ -62,6 +67,7 @@ class BatchSource:
     topology: Topology
     config: Config
     lifesign: LifeSign
+    payload: PayloadReader
     routing: Routing | None = None
     """Of the model, where the trajectories' experts are to be repeated."""
     asked_to_leave: Callable[[], bool] = never
@@ -102,18 +108,50 @@ class BatchSource:
             case _:
                 return Refused(f"the controller answered a batch request with {type(reply).__name__}")
 
-    def load(self, manifest: Manifest) -> Batch:
-        """Plan the step, fetch what this rank's rows hold, and pack it."""
+    def load(self, manifest: Manifest, version: int | None = None) -> Batch | None:
+        """Plan the step, fetch what this rank's rows hold, and pack it.
+
+        If a rollout host does not give what it has, all ranks ask again: with ``version`` for the step's manifest,
+        which may be another one then. None where the run is to leave meanwhile; TimeoutError, on every rank, after
+        ``loop.batch_timeout_s``.
+        """
+        if not any(entry.payload for entry in manifest.entries):
+            return self._pack(manifest)
+        deadline = time.monotonic() + self.config.loop.batch_timeout_s
+        while True:
+            batch, problem = self._try(manifest)
+            state = 0 if problem is None else 1 if time.monotonic() < deadline else 2
+            states = gather_counts(state)
+            if batch is not None and not any(states):
+                return batch
+            if 2 in states:
+                raise TimeoutError(f"step {manifest.step}: {problem or 'another rank did not get its payload'}")
+            logger.warning("step %d is asked for again: %s", manifest.step, problem or "another rank lacks payload")
+            self.lifesign.beat()
+            time.sleep(ASK_AGAIN_S)
+            if version is not None:
+                again = self.next_manifest(manifest.step, version)
+                if again is None:
+                    return None
+                manifest = again
+
+    def close(self) -> None:
+        """Close the connections to rollout hosts; the client is its owner's."""
+        self.payload.close()
+
+    def _try(self, manifest: Manifest) -> tuple[Batch | None, str | None]:
+        try:
+            return self._pack(manifest), None
+        except PayloadUnreachable as error:
+            return None, str(error)
+
+    def _pack(self, manifest: Manifest) -> Batch:
+        entries = {entry.trajectory_id: entry for entry in manifest.entries}
         return pack_manifest(
             manifest.entries,
-            self._fetch,
+            lambda ids: self.payload.fetch([entries[name] for name in ids], POLL_SECONDS),
             data_rank=self.topology.data_rank,
             data_size=self.topology.data_size,
             token_budget=self.config.trainer.token_budget,
             routing=self.routing,
         )
-
-    def _fetch(self, ids: list[str]) -> list[Trajectory]:
-        reply, payload = self.client.request(FetchRequest(trajectory_ids=ids), timeout_s=POLL_SECONDS)
-        expect(reply, Fetched)
-        return from_batch(from_ipc(payload))

@@ -80,11 +80,18 @@ class TrajectoryBuffer:
         return stale
 
     def assemble(
-        self, *, version: int, groups: int, most_stale: int, expected: Callable[[str], int] = lambda group: 1
+        self,
+        *,
+        version: int,
+        groups: int,
+        most_stale: int,
+        expected: Callable[[str], int] = lambda group: 1,
+        is_there: Callable[[str], bool] = lambda trajectory: True,
     ) -> Assembly:
         """Take out the first ``groups`` complete groups, if there are as many, with at most ``most_stale`` of lag > 0.
 
-        ``expected`` says how many trajectories make a group complete.
+        ``expected`` says how many trajectories make a group complete, ``is_there`` whether a trajectory's payload can
+        be had now: groups with others go on waiting.
         """
         open_groups: dict[str, list[Summary]] = {}
         chosen: list[Summary] = []
@@ -96,6 +103,8 @@ class TrajectoryBuffer:
             if taken == groups or len(members) < expected(summary.group_id):
                 continue
             del open_groups[summary.group_id]
+            if not all(is_there(member.trajectory_id) for member in members):
+                continue
             old = sum(member.lag(version) > 0 for member in members)
             if stale + old > most_stale:
                 passed_over += members

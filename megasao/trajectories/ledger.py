@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from megasao.trajectories.buffer import Summary
 from megasao.trajectories.journal import sync_directory
 
 
@@ -27,8 +28,18 @@ class Reserved(msgspec.Struct, tag=True, frozen=True):
     below: int
 
 
+class HostedAt(msgspec.Struct, tag=True, frozen=True):
+    """Trajectories whose payload is in the journal of the rollout host ``host``."""
+
+    host: str
+    summaries: list[Summary]
+
+
 class Batch(msgspec.Struct, tag=True, frozen=True):
-    """The trajectories of a training step, in order; assembled for weight ``version``."""
+    """The trajectories of a training step, in order; assembled for weight ``version``.
+
+    A later record of the same step replaces an earlier one: of that, payload was lost with its host.
+    """
 
     step: int
     version: int
@@ -74,7 +85,7 @@ class Checkpointed(msgspec.Struct, tag=True, frozen=True):
     step: int
 
 
-Record = Started | Reserved | Batch | Dropped | Failed | GaveUp | EvaluationStarted | Checkpointed
+Record = Started | Reserved | HostedAt | Batch | Dropped | Failed | GaveUp | EvaluationStarted | Checkpointed
 
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Record)
 

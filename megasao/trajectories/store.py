@@ -1,4 +1,5 @@
-"""Payload by trajectory id: where the trainer's ranks get the rows of a manifest.
+"""Payload by trajectory id: where the trainer's ranks get the rows of a manifest. ``JournalStore`` is the controller's,
+``hosted.PayloadJournal`` that of a rollout host.
 
 Invariants:
 - ``fetch`` gives the rows in the order asked for, exactly as they were journaled;
@@ -24,7 +25,7 @@ class TrajectoryStore(Protocol):
 
 
 class JournalStore:
-    """The store inside the controller: rows lie in the journal's segments, only their places in memory."""
+    """The store over one journal: rows lie in its segments, only their places in memory."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal

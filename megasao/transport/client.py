@@ -17,7 +17,7 @@ import zmq
 from megasao.transport.codec import decode, encode
 from megasao.transport.endpoints import connect_dealer
 from megasao.transport.keys import CurveKeys
-from megasao.transport.messages import ToTrainer
+from megasao.transport.messages import FromPayloadHost, ToTrainer
 
 RESEND_S = 2.0
 
@@ -110,3 +110,10 @@ class ControllerClient(RequestClient):
 
     peer = "the controller"
     replies = ToTrainer
+
+
+class PayloadClient(RequestClient):
+    """The trainer's side of the protocol with a rollout host that keeps payload."""
+
+    peer = "the rollout host"
+    replies = FromPayloadHost

@@ -4,13 +4,16 @@ A message on the wire is two frames: a tagged struct, and a payload (Arrow IPC b
 
 Invariants:
 - every message from a worker that must not be lost carries a sequence number and is answered by an ``Ack``;
-- an ``Ack`` for trajectories is sent only after they are in the journal;
+- an ``Ack`` for trajectories is sent only after they are in the journal, or what is known of them in the ledger where
+  their payload is in the worker's own journal;
 - a message that cannot be decoded or that breaks a rule is answered by ``Refused`` with the reason.
 """
 
 from typing import Any
 
 import msgspec
+
+from megasao.trajectories.buffer import Summary
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -49,6 +52,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     role: str
     """``rollout`` or ``trainer``."""
     active_leases: list[str] = []
+    payload: str = ""
+    """Where this worker is asked for the payload that it keeps itself; empty where it keeps none."""
 
 
 class Credit(msgspec.Struct, tag=True, frozen=True):
@@ -65,6 +70,16 @@ class Trajectories(msgspec.Struct, tag=True, frozen=True):
 
     seq: int
     lease_ids: list[str]
+
+
+class Stored(msgspec.Struct, tag=True, frozen=True):
+    """Finished training episodes whose payload is in this worker's own journal, and stays there.
+
+    Also said again of all that it holds, to a controller that is new.
+    """
+
+    seq: int
+    summaries: list[Summary]
 
 
 class EvaluationResult(msgspec.Struct, tag=True, frozen=True):
@@ -128,10 +143,18 @@ class Leases(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ack(msgspec.Struct, tag=True, frozen=True):
-    """``seq`` is durable. ``refused`` names rows that were not accepted, with reasons."""
+    """``seq`` is durable. ``refused`` names rows that were not accepted, with reasons; ``forget`` those of ``Stored``
+    whose payload nobody will ask for."""
 
     seq: int
     refused: dict[str, str] = {}
+    forget: list[str] = []
+
+
+class Forget(msgspec.Struct, tag=True, frozen=True):
+    """Nobody will ask for the payload of these again."""
+
+    trajectory_ids: list[str]
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
@@ -243,6 +266,10 @@ class ManifestEntry(msgspec.Struct, frozen=True):
     prompt_id: str = ""
     group_id: str = ""
     task: str = ""
+    nbytes: int = 0
+    """Size of its payload, where a rollout host has it."""
+    payload: str = ""
+    """The rollout host that has its payload, by address; empty: the controller has it."""
 
 
 class Manifest(msgspec.Struct, tag=True, frozen=True):
@@ -280,8 +307,8 @@ class Status(msgspec.Struct, tag=True, frozen=True):
     open_evaluations: list[str]
 
 
-FromWorker = Hello | Credit | Trajectories | EvaluationResult | Failure | Heartbeat
-ToWorker = Welcome | Leases | Ack | Refused | Stop
+FromWorker = Hello | Credit | Trajectories | Stored | EvaluationResult | Failure | Heartbeat
+ToWorker = Welcome | Leases | Ack | Forget | Refused | Stop
 FromTrainer = (
     Hello
     | BatchRequest
@@ -295,3 +322,5 @@ FromTrainer = (
 FromServer = ServerUp | RemoveServer
 ToTrainer = Welcome | Manifest | Waiting | Fetched | State | Status | Refused
 ToServer = ServerWanted | Refused
+FromPayloadHost = Fetched | Refused
+"""What a rollout host answers to ``FetchRequest``."""

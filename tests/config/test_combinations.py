@@ -153,6 +153,18 @@ CASES = [
         "the experts of the prompt",
     ),
     (
+        ["buffer.payload=rollout", "loop.batch_timeout_s=190", "supervision.start_timeout_s=180"],
+        ["buffer.payload=rollout", "loop.batch_timeout_s=300", "supervision.start_timeout_s=180"],
+        "loop.batch_timeout_s",
+        "may still come back",
+    ),
+    (
+        ["buffer.payload_directory=/disk"],
+        ["buffer.payload_directory=/disk", "buffer.payload=rollout"],
+        "buffer.payload_directory",
+        "buffer.payload = controller",
+    ),
+    (
         ["actor.router_replay=true", "megatron.model.moe_router_fusion=true"],
         ["megatron.model.moe_router_fusion=true"],
         "megatron.model.moe_router_fusion",

@@ -16,7 +16,7 @@ import yaml
 from megasao.config.rundir import RunDirectory
 from megasao.observability.jsonl import read_metrics
 from megasao.trajectories.journal import Journal
-from megasao.trajectories.ledger import Batch, Dropped, Ledger, Record
+from megasao.trajectories.ledger import Batch, Dropped, HostedAt, Ledger, Record
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240.0
@@ -135,8 +135,8 @@ def read_ledger(run: RunDirectory) -> list[Record]:
 
 
 def journaled(run: RunDirectory) -> list[str]:
-    """Ids of all trajectories in the journal, in order."""
-    ids: list[str] = []
+    """Ids of all trajectories in the journal, or that a rollout host was acknowledged to have in its own; in order."""
+    ids = [each.trajectory_id for r in read_ledger(run) if isinstance(r, HostedAt) for each in r.summaries]
     for batch, _ in Journal(run.journal).recover():
         ids += batch.column("trajectory_id").to_pylist()
     return ids

@@ -6,9 +6,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from megasao.config.architecture import read_hf_config
+from megasao.config.load import load_config
+from megasao.families.routing import Routing
+from megasao.trajectories.journal import Journal
+from megasao.trajectories.schema import from_batch
 from tests.e2e import runs
 from tests.engines.sglang_server import PYTHON, needs_sglang
 
@@ -53,12 +59,17 @@ def alive(process: psutil.Process) -> bool:
 def test_trainer_and_servers_agree_and_a_killed_server_is_replaced(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On policy, the log-ratio is numerical difference alone: 1e-5 in fp32, at every version that was published."""
+    """On policy, the log-ratio is numerical difference alone: 1e-5 in fp32, at every version that was published.
+
+    The actor repeats the servers' choice of experts, which the worker keeps with its trajectories.
+    """
     monkeypatch.setattr(runs, "TIMEOUT_S", 800.0)
     config = runs.write_config(
         tmp_path / "config.yaml",
         model,
-        loop={"mode": "sync", "steps": 6, "batch_size": 8, "batch_timeout_s": 600.0},
+        loop={"mode": "sync", "steps": 6, "batch_size": 8, "batch_timeout_s": 700.0},
+        actor={"optimizer": {"lr": 1e-3}, "router_replay": True},
+        buffer={"payload": "rollout"},
         rollout=SGLANG,
         supervision=PATIENT,
         evaluation={"problems": 16, "every": 3, "timeout_s": 600.0},
@@ -78,6 +89,15 @@ def test_trainer_and_servers_agree_and_a_killed_server_is_replaced(
     assert all(line["actor/current_tokens"] == line["actor/tokens"] for line in lines[1:])
     assert all(line["actor/current_log_ratio_abs_max"] < 1e-5 for line in lines[1:])
     assert all(line["alarms"] == 0 for line in lines)
+    rows = [
+        row
+        for batch, _ in Journal(run.payload(load_config(config), "rollout-0")).recover()
+        for row in from_batch(batch)
+    ]
+    routing = Routing.of(read_hf_config(model))
+    assert routing is not None and len(rows) >= 6 * 8
+    ids = np.concatenate([routing.decode(row.routed_experts or b"", len(row.tokens)) for row in rows])
+    assert len(np.unique(ids)) == routing.experts, "all experts are chosen somewhere"
     assert min(line["actor/grad_norm"] for line in lines[1:]) > 0, "a run that does not move agrees for nothing"
     assert "restarting engine-0-0 (1 of" in (run.logs / "launcher.log").read_text(encoding="utf-8")
     found = runs.evaluations(run)

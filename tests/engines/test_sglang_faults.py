@@ -1,11 +1,15 @@
 """Faults that a real server cannot be made to show, by a small server that speaks the same HTTP and misbehaves."""
 
 import asyncio
+import base64
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 from engine_checkpoints import load_tensors, make_checkpoint, moe_config
@@ -164,6 +168,68 @@ def test_a_wrong_answer_is_no_sample(checkpoint: Path, tmp_path: Path, reason: s
     server.pieces = BAD_ANSWERS[reason]
     with pytest.raises(EngineError, match=reason):
         run(checkpoint, tmp_path, server, generate)
+
+
+WITH_EXPERTS = replace(REQUEST, sampling=replace(REQUEST.sampling, return_routed_experts=True))
+
+
+def whole_answer(experts: np.ndarray | None) -> list[dict[str, Any]]:
+    """Five tokens went through two layers, with two experts each; int32, as a server says it."""
+    last = piece([5, 6], finish="length")
+    if experts is not None:
+        last["meta_info"]["routed_experts"] = base64.b64encode(experts.astype("<i4").tobytes()).decode()
+    return [piece([3, 4]), last]
+
+
+def test_experts_of_exactly_the_tokens_asked_for_are_a_sample(checkpoint: Path, tmp_path: Path) -> None:
+    server, experts = Misbehaving(), np.arange(20).reshape(5, 2, 2) % 8
+    server.pieces = whole_answer(experts)
+
+    async def body(engine: SGLangEngine) -> Any:
+        return await engine.generate(WITH_EXPERTS)
+
+    result = run(checkpoint, tmp_path, server, body)
+    assert result.routed_experts.dtype == np.uint8 and (result.routed_experts == experts).all()
+
+
+@pytest.mark.parametrize(
+    ("experts", "reason"),
+    [
+        (None, "does the server have enable_return_routed_experts"),
+        (np.zeros((4, 2, 2)), "64 bytes of routed experts, not 80"),
+        (np.zeros((6, 2, 2)), "96 bytes of routed experts, not 80"),
+        (np.full((5, 2, 2), 8), "routed experts 8..8, not 0..7"),
+        (np.full((5, 2, 2), -1), "routed experts -1..-1, not 0..7"),
+    ],
+)
+def test_other_experts_are_none(checkpoint: Path, tmp_path: Path, experts: np.ndarray | None, reason: str) -> None:
+    server = Misbehaving()
+    server.pieces = whole_answer(experts)
+
+    async def body(engine: SGLangEngine) -> Any:
+        return await engine.generate(WITH_EXPERTS)
+
+    with pytest.raises(EngineError, match=re.escape(reason)):
+        run(checkpoint, tmp_path, server, body)
+
+
+def test_tokens_whose_experts_died_with_their_server_are_given_up(checkpoint: Path, tmp_path: Path) -> None:
+    server = Misbehaving()
+    server.pieces, server.then = [piece([3, 4])], "drop"
+
+    async def body(engine: SGLangEngine) -> Any:
+        return await engine.generate(WITH_EXPERTS)
+
+    with pytest.raises(RequestLost) as caught:
+        run(checkpoint, tmp_path, server, body)
+    assert caught.value.partial.output_ids == []
+
+
+def test_a_line_may_be_longer_than_any_buffer(checkpoint: Path, tmp_path: Path) -> None:
+    """As that of a long turn with experts is."""
+    server = Misbehaving()
+    server.pieces[-1]["meta_info"]["unknown"] = "x" * (10 * 2**20)
+    assert run(checkpoint, tmp_path, server, generate).output_ids == [3, 4, 5, 6]
 
 
 def test_tokens_of_weights_that_were_not_current_are_lost(checkpoint: Path, tmp_path: Path) -> None:

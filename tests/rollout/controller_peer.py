@@ -148,8 +148,9 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(environment, codec, script, *, weights=True, settings=None, benchmarks=()):
-    """``script(engine, request)`` plays both engines; ``benchmarks``: (name, environment)."""
+async def bench(environment, codec, script, *, weights=True, settings=None, benchmarks=(), payload=None):
+    """``script(engine, request)`` plays both engines; ``benchmarks``: (name, environment); ``payload``: its own
+    journal."""
     settings = settings or config()
     engines = []
     for _ in range(2):
@@ -168,7 +169,8 @@ async def bench(environment, codec, script, *, weights=True, settings=None, benc
     runners = [EpisodeRunner.build(environment, engine, codec, settings.environment) for engine in engines]
     directory = TemporaryDirectory()
     others = {n: EpisodeRunner.build(one, engines[1], codec, settings.environment) for n, one in benchmarks}
-    service = RolloutService(settings, link, *runners, receiver, LifeSign(Path(directory.name) / "beat"), others)
+    sign = LifeSign(Path(directory.name) / "beat")
+    service = RolloutService(settings, link, *runners, receiver, sign, others, payload)
     receiving = asyncio.create_task(receiver.run())
     made = Bench(peer, context, publisher, *engines, service, asyncio.create_task(service.run()))
     try:

@@ -73,7 +73,7 @@ def test_a_step_killed_in_its_checkpoint_has_its_line(monkeypatch: pytest.Monkey
     """The checkpoint may be complete already: then nobody writes the line again."""
     monkeypatch.setattr(loop, "sao_step", lambda *_, **__: StepResult({"critic/loss": 2.0}))
     manifest = Manifest(1, [ManifestEntry("a", 5, 3, 0, 0, 1.0, False)], {})
-    source = SimpleNamespace(next_manifest=lambda *_: manifest, load=lambda _: SimpleNamespace(tokens=5))
+    source = SimpleNamespace(next_manifest=lambda *_: manifest, load=lambda *_: SimpleNamespace(tokens=5))
     lines: list[tuple[int, dict[str, Any]]] = []
     parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "client"))
     parts |= {
@@ -167,7 +167,8 @@ def leaving(config: Any, rank: int, sent: list[bytes], asked: bool, answer: Any)
     world: Any = World(rank, sent)
     client: Any = SimpleNamespace(request=lambda *_, **__: (answer, b""))
     lifesign: Any = SimpleNamespace(beat=lambda: None)
-    return BatchSource(client, world, config, lifesign, asked_to_leave=lambda: asked)
+    payload: Any = None
+    return BatchSource(client, world, config, lifesign, payload, asked_to_leave=lambda: asked)
 
 
 def test_all_ranks_leave_when_the_first_is_asked_to() -> None:

@@ -1,0 +1,82 @@
+"""A rollout worker as the host of its trajectories: it keeps them, and the trainer's ranks fetch them from it.
+
+Invariants, asserted by the tests:
+- questions are answered by a thread of their own, whatever the worker's event loop is busy with;
+- a message that is malformed, or asks for what is not held, is refused and changes nothing;
+- beyond loopback the socket has the run's CURVE keys, like every other.
+"""
+
+import logging
+import socket
+import threading
+from urllib.parse import urlsplit
+
+import zmq
+
+from megasao.trajectories.hosted import PayloadJournal
+from megasao.trajectories.ipc import to_ipc
+from megasao.transport.codec import MalformedMessage, decode, encode
+from megasao.transport.endpoints import bind_router
+from megasao.transport.keys import CurveKeys
+from megasao.transport.messages import Fetched, FetchRequest, Refused
+
+logger = logging.getLogger(__name__)
+
+POLL_MS = 100
+MOST_ANSWERS = 4
+"""Answers that wait for one rank to read them: they may be large, and who does not read asks again."""
+Frames = list[bytes | memoryview]
+
+
+class PayloadService:
+    """Serves ``journal`` on ``host``, at ``address``, until ``close``. ValueError where it cannot be bound."""
+
+    def __init__(self, journal: PayloadJournal, host: str, *, keys: CurveKeys | None = None) -> None:
+        self.journal = journal
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        shown = f"[{host}]" if ":" in host else host
+        self._socket = bind_router(self._context, f"tcp://{shown}:*", high_water_mark=MOST_ANSWERS, keys=keys)
+        port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        self.address = f"tcp://{shown}:{port}"
+        """Where the trainer's ranks ask."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="payload", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop to answer, and close the journal."""
+        self._closing.set()
+        self._thread.join()
+        self._socket.close()
+        self._context.term()
+        self.journal.close()
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            if not self._socket.poll(POLL_MS):
+                continue
+            peer, *frames = self._socket.recv_multipart()
+            try:
+                self._socket.send_multipart([peer, *self._answer(frames)], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                logger.info("payload could not be sent (%s); the rank asks again", error)
+
+    def _answer(self, frames: list[bytes]) -> Frames:
+        try:
+            message, _ = decode(frames, FetchRequest)
+            batch = self.journal.fetch(message.trajectory_ids)
+            return encode(Fetched(batch.num_rows), to_ipc(batch))
+        except (MalformedMessage, ValueError) as error:
+            return encode(Refused(str(error)))
+
+
+def own_host(controller: str) -> str:
+    """The address of this machine that the way to ``controller`` (``tcp://HOST:PORT``) starts from.
+
+    OSError where there is no way.
+    """
+    place = urlsplit(controller)
+    family, _, _, _, target = socket.getaddrinfo(place.hostname, place.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # of a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])

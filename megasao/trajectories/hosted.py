@@ -1,0 +1,82 @@
+"""A rollout host's own journal: payload that stays where it was made, and is fetched from there by id.
+
+Invariants (tests assert them):
+- what ``keep`` returned for is durable, and comes back after a crash of the process or the machine;
+- a segment is deleted when every row in it may be forgotten, and not before;
+- a row that breaks a rule is refused and changes nothing.
+"""
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow as pa
+
+from megasao.trajectories.buffer import Summary, summarise
+from megasao.trajectories.columns import conform
+from megasao.trajectories.journal import SEGMENT_BYTES, Journal
+from megasao.trajectories.lock import exclusive
+from megasao.trajectories.store import JournalStore
+from megasao.trajectories.validation import validate
+
+
+class PayloadJournal:
+    """The journal of one rollout host; a ``TrajectoryStore``. Any thread may call it."""
+
+    def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES, lock_wait_s: float = 0.0) -> None:
+        """Recovers what is there. ValueError: another process has it for ``lock_wait_s``, or it is damaged."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._held = exclusive(directory / "lock", "rollout worker with this payload", wait_s=lock_wait_s)
+        self._journal = Journal(directory, segment_bytes=segment_bytes)
+        self._store = JournalStore(self._journal)
+        self._summaries: dict[str, Summary] = {}
+        self._unwanted: set[str] = set()
+        self._guard = threading.Lock()
+        for batch, location in self._journal.recover():
+            self._store.add(batch, location)
+            self._remember(batch)
+        self.discarded_bytes = self._journal.discarded_bytes
+        """Of a torn tail: rows that nobody was told of."""
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    @property
+    def summaries(self) -> list[Summary]:
+        """Of every trajectory that is held and may be wanted, in order of arrival."""
+        with self._guard:
+            return list(self._summaries.values())
+
+    def keep(self, batch: pa.RecordBatch) -> list[Summary]:
+        """Make rows durable; what is to be said of them. ValueError names the rule that one breaks: none is kept."""
+        rows = conform(batch)
+        validate(rows)
+        with self._guard:
+            self._store.add(rows, self._journal.append(rows))
+            self._journal.sync()
+            return self._remember(rows)
+
+    def fetch(self, trajectory_ids: list[str]) -> pa.RecordBatch:
+        """See TrajectoryStore."""
+        with self._guard:
+            return self._store.fetch(trajectory_ids)
+
+    def forget(self, trajectory_ids: Iterable[str]) -> None:
+        """Nobody will ask for these again; ids that are not held are passed over."""
+        with self._guard:
+            for name in trajectory_ids:
+                if name in self._store:
+                    self._unwanted.add(name)
+                    self._summaries.pop(name, None)
+            self._unwanted -= set(self._store.forget(self._unwanted.__contains__))
+
+    def close(self) -> None:
+        """Close the files; the lock goes last."""
+        with self._guard:
+            self._journal.close()
+            self._held.close()
+
+    def _remember(self, rows: pa.RecordBatch) -> list[Summary]:
+        summaries = summarise(rows)
+        self._summaries |= {summary.trajectory_id: summary for summary in summaries}
+        return summaries

@@ -1,0 +1,90 @@
+"""A rollout host's own journal."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megasao.trajectories.hosted import PayloadJournal
+from megasao.trajectories.schema import Trajectory, from_batch, to_batch
+
+
+def rows(*names: str) -> list[Trajectory]:
+    one = Trajectory(
+        trajectory_id="",
+        prompt_id="prompt",
+        group_id="group",
+        task="task",
+        tokens=[1, 2, 3],
+        action_mask=[False, True, True],
+        rewards=[0.0, 0.0, 1.0],
+        weight_versions=[(0, 4)],
+        turn_starts=[1],
+        finish_reason="done",
+        rollout_logprobs=[0.0, -0.5, -0.25],
+        routed_experts=b"123456",
+    )
+    return [replace(one, trajectory_id=name) for name in names]
+
+
+def names(journal: PayloadJournal) -> list[str]:
+    return [summary.trajectory_id for summary in journal.summaries]
+
+
+def test_what_was_kept_comes_back_whole_and_in_order(tmp_path: Path) -> None:
+    journal = PayloadJournal(tmp_path)
+    (first,), _ = journal.keep(to_batch(rows("a"))), journal.keep(to_batch(rows("b", "c")))
+    assert (first.tokens, first.oldest_version, first.reward, first.has_routed_experts) == (3, 4, 1.0, True)
+    with pytest.raises(ValueError, match="another rollout worker with this payload is alive"):
+        PayloadJournal(tmp_path)
+    journal.close()
+    again = PayloadJournal(tmp_path)
+    assert names(again) == ["a", "b", "c"] and len(again) == 3
+    assert from_batch(again.fetch(["c", "a"])) == rows("c", "a")
+    with pytest.raises(ValueError, match="first 'd'"):
+        again.fetch(["a", "d"])
+    again.close()
+
+
+def test_a_segment_goes_when_all_of_it_is_forgotten(tmp_path: Path) -> None:
+    journal = PayloadJournal(tmp_path, segment_bytes=1)
+    for name in "ab":
+        journal.keep(to_batch(rows(name, name + name)))
+    journal.forget(["a", "never heard of"])
+    assert names(journal) == ["aa", "b", "bb"] and len(list(tmp_path.glob("*.arrow"))) == 2
+    assert from_batch(journal.fetch(["aa"])) == rows("aa"), "what shares a segment stays readable"
+    journal.forget(["aa"])
+    assert len(list(tmp_path.glob("*.arrow"))) == 1
+    with pytest.raises(ValueError, match="not in the journal"):
+        journal.fetch(["a"])
+    journal.close()
+
+
+def test_a_bad_row_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    journal = PayloadJournal(tmp_path)
+    bad = [replace(row, weight_versions=[(1, 0)]) for row in rows("bad")]
+    with pytest.raises(ValueError, match="weight_versions"):
+        journal.keep(to_batch([*rows("a"), *bad]))
+    assert names(journal) == [] and not list(tmp_path.glob("*.arrow"))
+    journal.close()
+
+
+def test_it_is_read_while_it_is_written(tmp_path: Path) -> None:
+    journal = PayloadJournal(tmp_path, segment_bytes=2000)
+    wrong: list[str] = []
+
+    def read() -> None:
+        for _ in range(50):
+            for name in names(journal)[-3:]:
+                if from_batch(journal.fetch([name])) != rows(name):
+                    wrong.append(name)
+
+    reader = threading.Thread(target=read)
+    journal.keep(to_batch(rows("first")))
+    reader.start()
+    for number in range(50):
+        journal.keep(to_batch(rows(f"row {number}")))
+    reader.join(60)
+    assert not reader.is_alive() and not wrong
+    journal.close()
