@@ -59,10 +59,10 @@ class SGLangConfig(Section):
 
         With attention in data parallel the copies share the ranks.
         """
-        copies = 1 if self.server_args.get("enable_dp_attention") else self._number("dp_size")
-        return self._number("tp_size") * self._number("pp_size") * copies
+        copies = 1 if self.server_args.get("enable_dp_attention") else self.number("dp_size")
+        return self.number("tp_size") * self.number("pp_size") * copies
 
-    def _number(self, name: str) -> int:
+    def number(self, name: str) -> int:
         """A server argument that counts something, 1 where it is not given; SGLang itself says if it is no number."""
         value = self.server_args.get(name)
         return value if isinstance(value, int) and value > 0 else 1

@@ -64,7 +64,7 @@ def sglang_engine(run: RunDirectory, config: Config, names: Sequence[str], *, st
     from megasao.rollout.fleet import Fleet
 
     path, addresses, directory = run.policy_path(config), run.read_endpoints().engines, run.staging(staging).resolve()
-    key = load_server_key(run.keys)
+    key, fp8 = load_server_key(run.keys), config.weights.dtype == "fp8_block"
     engines = [
         SGLangEngine(
             addresses[name],
@@ -76,11 +76,12 @@ def sglang_engine(run: RunDirectory, config: Config, names: Sequence[str], *, st
             start_timeout_s=config.supervision.start_timeout_s,
             update_timeout_s=config.transport.weights_timeout_s,
             key=key,
+            fp8=fp8,
         )
         for name in names
     ]
     retries, patience = config.rollout.sglang.retries, config.supervision.start_timeout_s
-    return Fleet(engines, path, staging=directory / "fleet", retries=retries, patience_s=patience)
+    return Fleet(engines, path, staging=directory / "fleet", retries=retries, patience_s=patience, fp8=fp8)
 
 
 async def _serve(

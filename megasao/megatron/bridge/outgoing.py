@@ -21,7 +21,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, distributed
 
-from megasao.conversion.blocks import FP8, add_largest, quantize_part, scale_shape, scales
+from megasao.conversion.blocks import FP8, Place, add_largest, quantize_part, scale_shape, scales
 from megasao.families import Rule
 from megasao.families.names import SCALE
 from megasao.megatron.bridge.local import LocalParameter, local_parameters
@@ -80,14 +80,12 @@ class Outgoing:
         first = sum(self.rows[:part])
         return tensor[first + start : first + stop]
 
-    def place(self, part: int, start: int) -> dict[str, int]:
+    def place(self, part: int, start: int) -> Place:
         """Where row ``start`` of this rank's shard of one HF tensor, a matrix, begins in the whole."""
         local = self.local
-        row, column = self.rows[part] if local.rule.shard == 0 else 0, local.parameter.shape[1]
-        return {
-            "first_row": local.shard * row + start,
-            "first_column": local.shard * column if local.rule.shard == 1 else 0,
-        }
+        row = local.shard * self.rows[part] if local.rule.shard == 0 else 0
+        column = local.shard * local.parameter.shape[1] if local.rule.shard == 1 else 0
+        return row + start, column
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class Chunk:
         numbers = self.of.piece(self.part, start, stop)
         if self.scale is None:
             return numbers
-        return quantize_part(numbers, self.scale, **self.of.place(self.part, start))
+        return quantize_part(numbers, self.scale, place=self.of.place(self.part, start))
 
     def view(self, flat: Tensor) -> Tensor:
         """The chunk of some rank at the beginning of ``flat``, uint8."""
@@ -269,7 +267,7 @@ def _scales(part: Outgoing, most_bytes: int, refused: list[str]) -> list[Tensor]
     for index, rows in enumerate(part.rows):
         for start in range(0, rows, step):
             numbers = part.piece(index, start, min(start + step, rows))
-            add_largest(largest[index], numbers, **part.place(index, start))
+            add_largest(largest[index], numbers, place=part.place(index, start))
     if part.local.shards > 1:
         distributed.all_reduce(flat, op=distributed.ReduceOp.MAX, group=part.local.group)
     result = []

@@ -45,7 +45,8 @@ class SGLangEngine(Engine):
     """Drives the server at ``url``, which serves the checkpoint at ``path``.
 
     ``staging`` is a directory of its own for weights, which the server can read. ``max_total_tokens`` bounds input plus
-    new tokens of a request; ``seed`` is used by requests without one; ``key`` is what the server asks for.
+    new tokens of a request; ``seed`` is used by requests without one; ``key`` is what the server asks for. With ``fp8``
+    versions have their products in blocks of FP8, and the server starts without weights.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class SGLangEngine(Engine):
         start_timeout_s: float,
         update_timeout_s: float,
         key: str | None = None,
+        fp8: bool = False,
     ) -> None:
         self.url, self._path, self._config, self._staging_path, self._key = url, path, config, staging, key
-        self._max_total, self._seed = max_total_tokens, seed
+        self._max_total, self._seed, self._fp8 = max_total_tokens, seed, fp8
         self._start_timeout_s, self._update_timeout_s = start_timeout_s, update_timeout_s
         self._vocab_size = vocab_size(path)
         self._client: ServerClient | None = None
@@ -98,7 +100,7 @@ class SGLangEngine(Engine):
         info = await client.call("/model_info", None, CALL_TIMEOUT_S)
         label = str(info["weight_version"])
         self._labels, self._current, self._version = [label], 0, version_of_label(label)
-        self._refuses = None
+        self._refuses = "it has no weights yet" if self._fp8 and "." not in label else None
         self._keys.clear()
 
     # requests
@@ -202,7 +204,7 @@ class SGLangEngine(Engine):
     async def prepare_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         self._connected()
         if self._staging is None:
-            self._staging = await asyncio.to_thread(WeightStaging, self._staging_path, self._path)
+            self._staging = await asyncio.to_thread(WeightStaging, self._staging_path, self._path, fp8=self._fp8)
         await asyncio.to_thread(self._staging.stage, version, tensors)
 
     async def commit_weights(self, version: int) -> None:

@@ -1,9 +1,11 @@
-"""SGLang plugin: deterministic sampling on CPU.
+"""SGLang plugin: deterministic sampling on CPU, and blocks of FP8 (``megasao_sglang_fp8``).
 
 ``torch_native`` attention computes every request by itself and reads the prefix cache like any other backend, so it may
 be used with seeded sampling and with the radix cache; SGLang only does not list it. The batch-invariant operators are
 written for accelerators: on CPU the operators of torch stay, whose results depend on the batch by fp32 rounding only.
 """
+
+import os
 
 
 def register() -> None:
@@ -19,6 +21,11 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", keep_torch_operators, HookType.REPLACE
     )
+    if os.environ.get("MEGASAO_SGLANG_QUANTIZATION") == "fp8":
+        import megasao_sglang_fp8
+
+        for target, replacement in megasao_sglang_fp8.hooks().items():
+            HookRegistry.register(target, replacement, HookType.REPLACE)
 
 
 def keep_torch_operators(*_: object, **__: object) -> None:
