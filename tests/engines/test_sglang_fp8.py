@@ -11,26 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from megasao.conversion.blocks import FP8, dequantize_blocks
 from megasao.families.names import SCALE
 from megasao.rollout.engines.sglang import SGLangEngine
 from tests.conversion.support import convert, write_family
+from tests.engines.fp8_checkpoints import SIZES, dequantised
 from tests.engines.sglang_server import RunningServer, needs_sglang, sglang_config
 from tests.training.engine_episodes import MAX_TOKENS, Episode, compare, play
 
 pytestmark = [pytest.mark.world, needs_sglang]
 CONFIG = sglang_config()
 BOUND = 1e-4
-SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "moe_intermediate_size": 128,
-    "head_dim": 64,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": []},
     "glm4_moe": {"n_routed_experts": 4},
@@ -51,22 +43,6 @@ def quantised(source: Path, root: Path) -> tuple[Path, Path]:
     """A checkpoint in FP8, and the numbers that it stands for in float32."""
     assert convert("quantize", source, root / "fp8") == 0
     return root / "fp8", dequantised(root / "fp8", source, root / "float32")
-
-
-def dequantised(fp8: Path, source: Path, out: Path, **changed: torch.Tensor) -> Path:
-    """``changed``: scales that are another tensor's, by name with ``__`` for dots."""
-    out.mkdir()
-    tensors = load_file(fp8 / "model.safetensors")
-    tensors |= {name.replace("__", "."): tensor for name, tensor in changed.items()}
-    whole = {
-        name: dequantize_blocks(tensor, tensors[name + SCALE]) if tensor.dtype == FP8 else tensor
-        for name, tensor in tensors.items()
-        if not name.endswith(SCALE)
-    }
-    save_file(whole, out / "model.safetensors", metadata={"format": "pt"})
-    for name in ("config.json", "tokenizer.json"):
-        (out / name).write_bytes((source / name).read_bytes())
-    return out
 
 
 @dataclass
@@ -138,9 +114,9 @@ def test_other_scales_are_noticed(served: Served, tmp_path: Path) -> None:
     """Scales of one matrix turned round, and of two exchanged."""
     tensors = load_file(served.first_fp8 / "model.safetensors")
     o_proj = f"model.layers.1.self_attn.o_proj.weight{SCALE}"
-    turned = {o_proj.replace(".", "__"): tensors[o_proj].T.contiguous()}
+    turned = {o_proj: tensors[o_proj].T.contiguous()}
     experts = [f"model.layers.1.mlp.experts.{number}.gate_proj.weight{SCALE}" for number in (0, 1)]
-    exchanged = {one.replace(".", "__"): tensors[other] for one, other in zip(experts, experts[::-1], strict=True)}
+    exchanged = {one: tensors[other] for one, other in zip(experts, experts[::-1], strict=True)}
     for name, change in (("turned", turned), ("exchanged", exchanged)):
-        wrong = dequantised(served.first_fp8, served.source, tmp_path / name, **change)
+        wrong = dequantised(served.first_fp8, served.source, tmp_path / name, change)
         assert compare(served.before, served.first, wrong).off > 10 * BOUND, name
