@@ -173,8 +173,8 @@ def test_in_fp8_products_take_a_byte_and_their_scales() -> None:
     products = plan.sizes.total - kept
     assert plan.transfer is not None and plan.transfer.total == 2 * kept + products + 4 * products // 128**2
     text = describe_plan(plan, config)
-    assert "GB, in blocks of FP8" in text and "stream: about" not in text
-    assert "stream: about" in describe_plan(plan, load_config(CONFIGS / "qwen3_4b.yaml"))
+    assert "GB, in blocks of FP8" in text and "stream" not in text
+    assert "stream" in describe_plan(plan, load_config(CONFIGS / "qwen3_4b.yaml"))
 
 
 def test_what_cannot_be_trained_is_planned_and_said() -> None:
