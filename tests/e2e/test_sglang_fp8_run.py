@@ -31,6 +31,7 @@ def episode(trajectory: Trajectory) -> Episode:
     return Episode(trajectory.tokens, logprobs, trajectory.temperature)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_engines_sample_from_what_was_published_in_fp8(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
