@@ -129,9 +129,8 @@ def test_a_server_computes_with_the_numbers_of_the_checkpoint(
     after = compare(served.after, served.second, served.second, near_tie=BOUND)
     with capsys.disabled():
         for when, found in (("at the start", before), ("after an update", after)):
-            print(
-                f"\nFP8 {served.case.family} {when}: {found.tokens} tokens within {found.off:.1e}; {found.ties} near-ties"
-            )
+            what = f"{found.tokens} tokens within {found.off:.1e}; {found.ties} near-ties"
+            print(f"\nFP8 {served.case.family} {when}: {what}")
     assert min(before.tokens, after.tokens) > 300
     assert max(before.off, after.off) < BOUND
 
