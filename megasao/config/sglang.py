@@ -88,15 +88,15 @@ class SGLangConfig(Section):
 
         With attention in data parallel the copies share the ranks.
         """
-        copies = 1 if self.server_args.get("enable_dp_attention") else self._number("dp_size")
-        return self._number("tp_size") * self._number("pp_size") * copies
+        copies = 1 if self.server_args.get("enable_dp_attention") else self.number("dp_size")
+        return self.number("tp_size") * self.number("pp_size") * copies
 
     def wrong_sizes(self) -> list[str]:
         """Those of ``SIZES`` that are given and are no whole number above 0."""
         given = {name: self.server_args[name] for name in SIZES if name in self.server_args}
         return [name for name, value in given.items() if type(value) is not int or value < 1]
 
-    def _number(self, name: str) -> int:
+    def number(self, name: str) -> int:
         """One of ``SIZES``, 1 where it is not given, or is none (which is refused at load)."""
         value = self.server_args.get(name, 1)
         return 1 if name in self.wrong_sizes() else int(value)

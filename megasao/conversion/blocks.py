@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 Block = tuple[int, int]
+Place = tuple[int, int]
+"""First row and column of a part in the whole matrix."""
 BLOCK: Block = (128, 128)
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
@@ -41,25 +43,22 @@ def quantize_blocks(weight: Tensor, block: Block = BLOCK) -> tuple[Tensor, Tenso
     return quantize_part(weight, scale, block=block), scale
 
 
-def add_largest(
-    largest: Tensor, part: Tensor, *, first_row: int = 0, first_column: int = 0, block: Block = BLOCK
-) -> None:
-    """Raise ``largest``, float32 [:func:`scale_shape`] of the whole, to the magnitudes in a part of the matrix.
+def add_largest(largest: Tensor, part: Tensor, *, place: Place = (0, 0), block: Block = BLOCK) -> None:
+    """Raise ``largest``, float32 [:func:`scale_shape`] of the whole, to the magnitudes in the part at ``place``.
 
     A number that is infinite or none counts as infinite.
     """
     if not part.numel():
         return
-    left = first_column % block[1]
+    first, left = divmod(place[1], block[1])
     across = (left + part.shape[1] - 1) // block[1] + 1
-    first = first_column // block[1]
-    for down, rows in _bands(part, first_row, block):
+    for down, rows in _bands(part, place[0], block):
         low, high = torch.aminmax(rows, dim=0)
         columns = torch.maximum(-low, high).float()
         filled = torch.nn.functional.pad(columns, (left, across * block[1] - left - len(columns)))
         found = filled.view(across, block[1]).amax(dim=1).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        place = largest[down, first : first + across]
-        torch.maximum(place, found, out=place)
+        so_far = largest[down, first : first + across]
+        torch.maximum(so_far, found, out=so_far)
 
 
 def scales(largest: Tensor) -> Tensor:
@@ -69,14 +68,12 @@ def scales(largest: Tensor) -> Tensor:
     return (largest / _LARGEST).clamp(min=_SMALLEST_SCALE)
 
 
-def quantize_part(
-    part: Tensor, scale: Tensor, *, first_row: int = 0, first_column: int = 0, block: Block = BLOCK
-) -> Tensor:
-    """A part of a matrix as float8_e4m3fn of its shape, with the ``scale`` of the whole."""
+def quantize_part(part: Tensor, scale: Tensor, *, place: Place = (0, 0), block: Block = BLOCK) -> Tensor:
+    """The part at ``place`` of a matrix as float8_e4m3fn of its shape, with the ``scale`` of the whole."""
     quantized = torch.empty(part.shape, dtype=FP8, device=part.device)
     done = 0
-    for down, rows in _bands(part, first_row, block):
-        divided = rows.float() / _by_column(scale[down], first_column, part.shape[1], block)
+    for down, rows in _bands(part, place[0], block):
+        divided = rows.float() / _by_column(scale[down], place[1], part.shape[1], block)
         quantized[done : done + len(rows)] = divided.clamp_(-_LARGEST, _LARGEST)
         done += len(rows)
     return quantized

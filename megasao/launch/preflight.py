@@ -202,7 +202,8 @@ def _served_model(config: Config, *, on_cluster: bool) -> list[Problem]:
 
     longest, hf_config = config.environment.max_tokens, read_hf_config(Path(config.model.path))
     on_cpu = config.slurm.gpus_per_node == 0 if on_cluster and config.slurm is not None else None
-    reason = model_problem(config.rollout.sglang, hf_config, max_tokens=longest, on_cpu=on_cpu)
+    fp8 = config.weights.dtype == "fp8_block"
+    reason = model_problem(config.rollout.sglang, hf_config, max_tokens=longest, on_cpu=on_cpu, fp8=fp8)
     return [Problem("rollout.engine", reason)] if reason else []
 
 

@@ -87,7 +87,9 @@ def _transfer(plan: Plan, config: Config) -> Iterator[str]:
         return
     transfer, assumed = plan.transfer, config.plan
     engines = assumed.rollout_gpus // assumed.engine_gpus
-    yield f"weights to {engines} engines of {assumed.engine_gpus} GPUs: {transfer.total / 1e9:.1f} GB"
+    fp8 = config.weights.dtype == "fp8_block"
+    kind = ", in blocks of FP8" if fp8 else ""
+    yield f"weights to {engines} engines of {assumed.engine_gpus} GPUs: {transfer.total / 1e9:.1f} GB{kind}"
     for index, loads in enumerate(transfer.shares):
         spread = f"{min(loads) / 1e9:.2f} to {max(loads) / 1e9:.2f} GB each"
         yield f"stage {index}: {len(loads)} ranks write {sum(loads) / 1e9:.1f} GB, {spread}; nothing between stages"
@@ -95,7 +97,7 @@ def _transfer(plan: Plan, config: Config) -> Iterator[str]:
         f"assumed: {assumed.link_gb_per_s:g} GB/s of each GPU's link, {assumed.storage_gb_per_s:g} GB/s of the shared "
         f"storage, {assumed.checksum_gb_per_s:g} GB/s of a worker's checksums, nodes of {assumed.node_gpus} GPUs"
     )
-    for route in transfer.routes:
+    for route in (route for route in transfer.routes if not (fp8 and route.transport == "stream")):
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in route.phases.items())
         chosen = " (weights.transport)" if route.transport == config.weight_transport else ""
         yield f"{route.transport}{chosen}: about {route.seconds:.0f} s: {phases}; {route.memory}"

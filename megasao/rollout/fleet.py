@@ -55,16 +55,24 @@ class Replica:
 class Fleet(Engine):
     """Routes requests to ``engines``, which serve the checkpoint at ``path``; ``staging`` is a directory for weights.
 
-    ``retries``: how often one request may lose its server. ``patience_s`` bounds the wait for a usable server.
+    ``retries``: how often one request may lose its server. ``patience_s`` bounds the wait for a usable server. With
+    ``fp8`` versions have their products in blocks of FP8.
     """
 
     def __init__(
-        self, engines: Sequence[SGLangEngine], path: Path, *, staging: Path, retries: int, patience_s: float
+        self,
+        engines: Sequence[SGLangEngine],
+        path: Path,
+        *,
+        staging: Path,
+        retries: int,
+        patience_s: float,
+        fp8: bool = False,
     ) -> None:
         self._replicas: dict[str, Replica] = {}
         for engine in engines:
             self._take_in(engine)
-        self._staging_path, self._path = staging, path
+        self._staging_path, self._path, self._fp8 = staging, path, fp8
         self._staging: WeightStaging | None = None
         self._retries, self._patience_s = retries, patience_s
         self._placed: dict[str, Replica] = {}
@@ -94,7 +102,7 @@ class Fleet(Engine):
 
     async def start(self) -> None:
         """Wait for every server. EngineError names one that does not come up in its time."""
-        self._staging = await asyncio.to_thread(WeightStaging, self._staging_path, self._path)
+        self._staging = await asyncio.to_thread(WeightStaging, self._staging_path, self._path, fp8=self._fp8)
         await asyncio.gather(*(replica.engine.start() for replica in self._replicas.values()))
         for replica in self._replicas.values():
             replica.usable = True

@@ -97,7 +97,8 @@ def start(run: RunDirectory, config: Config, part: Part) -> subprocess.Popen[byt
     directory, address = run.engine(part.role), urlsplit(part.url)
     assert address.hostname is not None and address.port is not None
     options = config.rollout.sglang
-    architecture = make_served_directory(options, run.policy_path(config), directory / "model")
+    fp8 = config.weights.dtype == "fp8_block"
+    architecture = make_served_directory(options, run.policy_path(config), directory / "model", fp8=fp8)
     arguments = server_arguments(
         options,
         served=(directory / "model").resolve(),
@@ -106,6 +107,7 @@ def start(run: RunDirectory, config: Config, part: Part) -> subprocess.Popen[byt
         max_tokens=config.environment.max_tokens,
         routed_experts=config.actor.router_replay,
         phase=options.phase_of(training_server(part.role), len(all_engine_names(config))),
+        empty=fp8,
     )
     file = directory / "args.json"
     file.write_text(json.dumps({**arguments, **part.world}, indent=2), encoding="utf-8")

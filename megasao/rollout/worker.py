@@ -90,6 +90,7 @@ def sglang_engine(
         staging=run.staging(staging).resolve() / "fleet",
         retries=retries,
         patience_s=patience,
+        fp8=config.weights.dtype == "fp8_block",
     )
 
 
@@ -113,6 +114,7 @@ def server_maker(
             update_timeout_s=config.transport.weights_timeout_s,
             key=key,
             router=router,
+            fp8=config.weights.dtype == "fp8_block",
         )
 
     return make

@@ -164,6 +164,19 @@ def test_a_virtual_pipeline_is_planned() -> None:
             make_plan(load_config(CONFIGS / f"{run}.yaml", shared))
 
 
+def test_in_fp8_products_take_a_byte_and_their_scales() -> None:
+    """Qwen3-4B: everything but the embedding and norms is products, of whole blocks of 128 x 128."""
+    changes = ["weights.dtype=fp8_block", "rollout.engine=sglang"]
+    config = load_config(CONFIGS / "qwen3_4b.yaml", changes)
+    plan = make_plan(config)
+    kept = 151_936 * 2560 + 36 * (2 * 2560 + 2 * 128) + 2560
+    products = plan.sizes.total - kept
+    assert plan.transfer is not None and plan.transfer.total == 2 * kept + products + 4 * products // 128**2
+    text = describe_plan(plan, config)
+    assert "GB, in blocks of FP8" in text and "stream" not in text
+    assert "stream" in describe_plan(plan, load_config(CONFIGS / "qwen3_4b.yaml"))
+
+
 def test_what_cannot_be_trained_is_planned_and_said() -> None:
     config = load_config(CONFIGS / "integration" / "glm_5_2_750b.yaml", [BIAS])
     assert f"cannot be trained as it is: {BIAS.split('=')[0]}" in describe_plan(make_plan(config), config)

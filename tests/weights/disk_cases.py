@@ -139,7 +139,7 @@ def mistake(name: str | None) -> Iterator[None]:
         yield
         return
     if name == "blocks":
-        with patch.object(outgoing.Outgoing, "place", lambda self, part, start: {"first_row": start}):
+        with patch.object(outgoing.Outgoing, "place", lambda self, part, start: (start, 0)):
             yield
         return
     if name == "alone":

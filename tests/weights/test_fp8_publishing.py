@@ -1,4 +1,4 @@
-"""Publishing in blocks of FP8: the bytes of `megatron-to-hf` and `quantize --format fp8_block`, wherever shards are cut.
+"""Publishing in blocks of FP8: the bytes of `megatron-to-hf` and then `quantize`, wherever shards are cut.
 
 No size is a multiple of 128, so that every block at a cut has numbers of two ranks.
 """

@@ -21,11 +21,12 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, distributed
 
-from megasao.conversion.blocks import FP8, add_largest, quantize_part, scale_shape, scales
+from megasao.conversion.blocks import FP8, Place, quantize_part, scale_shape
 from megasao.families import Rule
 from megasao.families.names import SCALE
 from megasao.megatron.bridge.local import LocalParameter, local_parameters
 from megasao.megatron.bridge.parts import part_rows, split
+from megasao.megatron.bridge.scales import agreed_scales
 from megasao.megatron.runtime import compute_device
 from megasao.storage.header import TensorInfo
 from megasao.weights.shares import spread
@@ -80,14 +81,22 @@ class Outgoing:
         first = sum(self.rows[:part])
         return tensor[first + start : first + stop]
 
-    def place(self, part: int, start: int) -> dict[str, int]:
+    @property
+    def scale_infos(self) -> list[TensorInfo]:
+        """The tensors of scales; none without FP8."""
+        return self.infos[len(self.rows) :]
+
+    def rows_within(self, most_bytes: int, width: int) -> int:
+        """Rows of this rank's shard that fit where each number counts for ``width`` bytes; at least one."""
+        row = math.prod(at_least_1d(self.local.parameter).shape[1:]) * width
+        return max(most_bytes // max(row, 1), 1)
+
+    def place(self, part: int, start: int) -> Place:
         """Where row ``start`` of this rank's shard of one HF tensor, a matrix, begins in the whole."""
         local = self.local
-        row, column = self.rows[part] if local.rule.shard == 0 else 0, local.parameter.shape[1]
-        return {
-            "first_row": local.shard * row + start,
-            "first_column": local.shard * column if local.rule.shard == 1 else 0,
-        }
+        row = local.shard * self.rows[part] if local.rule.shard == 0 else 0
+        column = local.shard * local.parameter.shape[1] if local.rule.shard == 1 else 0
+        return row + start, column
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,7 @@ class Chunk:
 
     def fill(self, target: Tensor, most_bytes: int) -> None:
         """Put this rank's numbers into ``target``; what is held for that takes ``most_bytes``, or is of one row."""
-        rows = len(target) if self.scale is None else _rows_within(most_bytes, self.of, _QUANTISING)
+        rows = len(target) if self.scale is None else self.of.rows_within(most_bytes, _QUANTISING)
         for start in range(self.start, self.stop, max(rows, 1)):
             stop = min(start + rows, self.stop)
             target[start - self.start : stop - self.start] = self._rows(start, stop)
@@ -130,7 +139,7 @@ class Chunk:
         numbers = self.of.piece(self.part, start, stop)
         if self.scale is None:
             return numbers
-        return quantize_part(numbers, self.scale, **self.of.place(self.part, start))
+        return quantize_part(numbers, self.scale, place=self.of.place(self.part, start))
 
     def view(self, flat: Tensor) -> Tensor:
         """The chunk of some rank at the beginning of ``flat``, uint8."""
@@ -204,7 +213,7 @@ def stream_rows(model: "MegatronModel", parts: list[Outgoing], bucket_bytes: int
     refused: list[str] = []
     for shared in (part for part in parts if part.local.shards == 1):
         if shared.mine:
-            found = _scales(shared, bucket_bytes, refused)
+            found = agreed_scales(shared, bucket_bytes, refused)
             yield from _scale_rows(shared, found)
             for chunk in _chunks(shared, bucket_bytes, found, _QUANTISING):
                 yield Rows(shared.infos[chunk.part].name, _offset(chunk), chunk.tensor())
@@ -223,7 +232,7 @@ def _gathered(parts: list[Outgoing], bucket_bytes: int, refused: list[str]) -> I
     bucket: list[Chunk] = []
     filled = 0
     for part in parts:
-        found = _scales(part, bucket_bytes, refused)
+        found = agreed_scales(part, bucket_bytes, refused)
         if part.mine:
             yield from _scale_rows(part, found)
         for chunk in _chunks(part, room, found):
@@ -241,49 +250,14 @@ def _chunks(part: Outgoing, most_bytes: int, scale: list[Tensor], width: int = 1
 
     A number in FP8 counts for ``width`` bytes.
     """
-    each = _rows_within(most_bytes, part, width if part.fp8 else part.infos[0].dtype.itemsize)
+    each = part.rows_within(most_bytes, width if part.fp8 else part.infos[0].dtype.itemsize)
     for index, rows in enumerate(part.rows):
         for start in range(0, rows, each):
             yield Chunk(part, index, start, min(start + each, rows), scale[index] if scale else None)
 
 
-def _rows_within(most_bytes: int, part: Outgoing, width: int) -> int:
-    """Rows of this rank's shard of which each number counts for ``width`` bytes; at least one."""
-    row = math.prod(at_least_1d(part.local.parameter).shape[1:]) * width
-    return max(most_bytes // max(row, 1), 1)
-
-
-def _scales(part: Outgoing, most_bytes: int, refused: list[str]) -> list[Tensor]:
-    """The scales of the part's HF tensors, whole; none without FP8. Collective over the ranks of its shards.
-
-    What FP8 cannot hold is told in ``refused``, and gets scales of one, so that all ranks go on.
-    """
-    if not part.fp8:
-        return []
-    shapes = [info.shape for info in part.infos[len(part.rows) :]]
-    flat = torch.zeros(sum(map(math.prod, shapes)), device=compute_device())
-    largest = [
-        each.view(shape) for each, shape in zip(flat.split([math.prod(shape) for shape in shapes]), shapes, strict=True)
-    ]
-    step = _rows_within(most_bytes, part, 4)
-    for index, rows in enumerate(part.rows):
-        for start in range(0, rows, step):
-            numbers = part.piece(index, start, min(start + step, rows))
-            add_largest(largest[index], numbers, **part.place(index, start))
-    if part.local.shards > 1:
-        distributed.all_reduce(flat, op=distributed.ReduceOp.MAX, group=part.local.group)
-    result = []
-    for info, each in zip(part.infos, largest, strict=False):
-        try:
-            result.append(scales(each))
-        except ValueError as error:
-            refused.append(f"{info.name} {error}")
-            result.append(torch.ones_like(each))
-    return result
-
-
 def _scale_rows(part: Outgoing, scale: list[Tensor]) -> Iterator[Rows]:
-    for info, each in zip(part.infos[len(part.rows) :], scale, strict=True):
+    for info, each in zip(part.scale_infos, scale, strict=True):
         yield Rows(info.name, 0, each)
 
 

@@ -53,7 +53,8 @@ class SGLangEngine(Engine):
 
     ``staging`` is a directory of its own for weights, which the server can read. ``max_total_tokens`` bounds input plus
     new tokens of a request; ``seed`` is used by requests without one; ``key`` is what the server asks for. With
-    ``router`` requests go there, and may be answered by any server that has the same weights.
+    ``router`` requests go there, and may be answered by any server that has the same weights. With ``fp8`` versions
+    have their products in blocks of FP8, and the server starts without weights.
     """
 
     def __init__(
@@ -69,12 +70,13 @@ class SGLangEngine(Engine):
         update_timeout_s: float,
         key: str | None = None,
         router: str | None = None,
+        fp8: bool = False,
     ) -> None:
         self.router = router
         self.siblings: Callable[[], Sequence[SGLangEngine]] = lambda: [self]
         """Engines of the servers that may have a request of this one: behind a router, all of them."""
         self.url, self._path, self._config, self._staging_path, self._key = url, path, config, staging, key
-        self._max_total, self._seed = max_total_tokens, seed
+        self._max_total, self._seed, self._fp8 = max_total_tokens, seed, fp8
         self._start_timeout_s, self._update_timeout_s = start_timeout_s, update_timeout_s
         self._vocab_size = vocab_size(path)
         self._experts = ExpertRows.of(path)
@@ -120,7 +122,7 @@ class SGLangEngine(Engine):
         info = await client.call("/model_info", None, CALL_TIMEOUT_S)
         label = str(info["weight_version"])
         self._labels, self._current, self._version = [label], 0, version_of_label(label)
-        self._refuses = None
+        self._refuses = "it has no weights yet" if self._fp8 and "." not in label else None
         self._keys.clear()
 
     # requests
@@ -274,7 +276,7 @@ class SGLangEngine(Engine):
     async def prepare_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         self._connected()
         if self._staging is None:
-            self._staging = await asyncio.to_thread(WeightStaging, self._staging_path, self._path)
+            self._staging = await asyncio.to_thread(WeightStaging, self._staging_path, self._path, fp8=self._fp8)
         await asyncio.to_thread(self._staging.stage, version, tensors)
 
     async def commit_weights(self, version: int) -> None:

@@ -19,6 +19,7 @@ from megasao.config.sglang import CONTEXT_SLACK, SGLangConfig
 from megasao.families import HfConfig
 from megasao.families.facts import is_moe_layer
 from megasao.rollout.engines.sglang_client import SERVER_KEEPS_ALIVE_S
+from megasao.rollout.engines.sglang_fp8 import fp8_problem
 
 SERVE_SCRIPT = Path(__file__).with_name("sglang_serve.py")
 CPU_SUPPORT = Path(__file__).with_name("sglang_cpu")
@@ -52,6 +53,7 @@ def server_arguments(
     max_tokens: int,
     routed_experts: bool = False,
     phase: Mapping[str, Any] | None = None,
+    empty: bool = False,
 ) -> dict[str, Any]:
     """ServerArgs of one server by name.
 
@@ -59,6 +61,7 @@ def server_arguments(
         max_tokens: the longest episode.
         routed_experts: whether the server is to record where its tokens went.
         phase: what only this server has.
+        empty: it reads no weights, and has numbers without a meaning until a version comes.
     """
     defaults: dict[str, Any] = {"context_length": max_tokens + CONTEXT_SLACK, "log_level": "warning"}
     if runs_on_cpu(config):
@@ -75,6 +78,8 @@ def server_arguments(
         "stream_interval": config.stream_interval,
         "enable_return_routed_experts": routed_experts,
     }
+    if empty:
+        ours["load_format"] = "dummy"
     return {**defaults, **config.server_args, **ours, **(phase or {})}
 
 
@@ -115,12 +120,12 @@ def runs_on_cpu(config: SGLangConfig) -> bool:
 
 
 def model_problem(
-    config: SGLangConfig, hf_config: HfConfig, *, max_tokens: int, on_cpu: bool | None = None
+    config: SGLangConfig, hf_config: HfConfig, *, max_tokens: int, on_cpu: bool | None = None, fp8: bool = False
 ) -> str | None:
     """Why SGLang would not serve the model of a config.json, or would serve another one; None if it serves it.
 
     ``max_tokens`` is the longest episode: up to ``index_topk`` tokens sparse attention selects every key. ``on_cpu``:
-    whether the servers run on the CPU, where that is not as on this machine.
+    whether the servers run on the CPU, where that is not as on this machine. ``fp8``: in blocks of FP8.
     """
     family, layers = hf_config["model_type"], range(hf_config["num_hidden_layers"])
     if family == "qwen3_moe" and not all(is_moe_layer(hf_config, layer) for layer in layers):
@@ -131,7 +136,7 @@ def model_problem(
             f"SGLang has sparse attention on GPUs only, and dense attention is the same up to index_topk = "
             f"{hf_config['index_topk']} tokens; environment.max_tokens = {max_tokens}"
         )
-    return None
+    return fp8_problem(config, hf_config) if fp8 else None
 
 
 def server_command(config: SGLangConfig, mode: str, arguments: Path, *, key: Path | None = None) -> list[str]:
@@ -167,17 +172,32 @@ def check_server_args(config: SGLangConfig, *, timeout_s: float = CHECK_TIMEOUT_
     return answer
 
 
-def make_served_directory(config: SGLangConfig, checkpoint: Path, target: Path) -> str:
-    """Links to ``checkpoint`` in a new directory ``target``, with a config.json of its own; the model's class name."""
+def make_served_directory(config: SGLangConfig, checkpoint: Path, target: Path, *, fp8: bool = False) -> str:
+    """Links to ``checkpoint`` in a new directory ``target``, with a config.json of its own; the model's class name.
+
+    With ``fp8`` config.json is that of the checkpoint in blocks of FP8, which the server is to get.
+    """
     if target.exists():
         shutil.rmtree(target)
     target.mkdir(parents=True)
     for file in checkpoint.iterdir():
         if file.is_file() and file.name not in _NOT_SERVED:
             (target / file.name).symlink_to(file.resolve())
-    served = served_config(config, json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
+    served = served_config(config, _fp8_config(checkpoint) if fp8 else _read_config(checkpoint))
     (target / "config.json").write_text(json.dumps(served), encoding="utf-8")
     return str((served.get("architectures") or [""])[0])
+
+
+def _read_config(checkpoint: Path) -> HfConfig:
+    config: HfConfig = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def _fp8_config(checkpoint: Path) -> HfConfig:
+    from megasao.conversion.hf import open_hf
+    from megasao.conversion.to_hf import quantized_config
+
+    return quantized_config(open_hf(checkpoint))
 
 
 def served_config(config: SGLangConfig, hf_config: HfConfig) -> HfConfig:
@@ -192,5 +212,5 @@ def served_config(config: SGLangConfig, hf_config: HfConfig) -> HfConfig:
 
 def vocab_size(checkpoint: Path) -> int:
     """Rows of the model's embedding; ids beyond them would end the server."""
-    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    config = _read_config(checkpoint)
     return int(config.get("text_config", config)["vocab_size"])

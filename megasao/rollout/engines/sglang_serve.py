@@ -100,12 +100,19 @@ def hide(secret: str) -> None:
     logging.setLogRecordFactory(without_secret)
 
 
+def quantization(model: Path) -> str:
+    """How the weights that are served are quantised, from config.json; ``none`` if they are not."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return str((config.get("quantization_config") or {}).get("quant_method", "none"))
+
+
 def serve(arguments: dict[str, Any]) -> None:
     """Run the server until it is killed."""
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    os.environ["MEGASAO_SGLANG_QUANTIZATION"] = quantization(Path(arguments["model_path"]))
     server_args = prepare_server_args(command_line(make_parser(), arguments))
     try:
         run_server(server_args)

@@ -4,7 +4,8 @@ A version is a directory of safetensors under Hugging Face names: one file that 
 the trainer's ranks wrote. Invariants, asserted by the tests:
 - a version is complete when its directory has its name: it is written beside it and renamed;
 - names and shapes are exactly those of the checkpoint that is served, without its layers of multi-token prediction
-  (they are not trained); a wrong tensor is refused by name, and nothing is written;
+  (they are not trained), in FP8 with the scales of its blocks; a wrong tensor is refused by name, and nothing is
+  written;
 - at most the committed version and one staged version are kept.
 """
 
@@ -21,11 +22,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megasao.config.architecture import read_hf_config
-from megasao.families.names import hf_names
+from megasao.conversion.blocks import FP8, scale_shape
+from megasao.families.names import SCALE, fp8_names, hf_names
 from megasao.rollout.engines.checkpoint_names import check_tensors
 from megasao.weights.directory import WeightDirectory
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": FP8,
+}
 
 
 @dataclass(frozen=True)
@@ -38,12 +46,13 @@ class StagedWeights:
 
 
 class WeightStaging:
-    """Versions below ``directory``, for servers of the checkpoint at ``checkpoint``."""
+    """Versions below ``directory``, for servers of the checkpoint at ``checkpoint``; ``fp8``: with its products in
+    blocks of FP8, as they are where the checkpoint has them so."""
 
-    def __init__(self, directory: Path, checkpoint: Path) -> None:
+    def __init__(self, directory: Path, checkpoint: Path, *, fp8: bool = False) -> None:
         """Whatever an earlier process left in ``directory`` is removed."""
         self._directory = directory
-        self._layout = read_layout(checkpoint)
+        self._layout = read_layout(checkpoint, fp8=fp8)
         self.staged: StagedWeights | None = None
         self.committed: StagedWeights | None = None
         shutil.rmtree(directory, ignore_errors=True)
@@ -88,13 +97,14 @@ class WeightStaging:
             self.staged = None
 
 
-def read_layout(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def read_layout(checkpoint: Path, *, fp8: bool = False) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every tensor that a trainer of the checkpoint publishes: all but those that it only carries.
 
-    ValueError if one of them is not there, or has an unknown dtype.
+    ``fp8``: where products are in blocks of FP8. ValueError if one of them is not there, or has an unknown dtype.
     """
     hf_config = read_hf_config(checkpoint)
     names = hf_names(hf_config, "actor")
+    in_blocks = names & fp8_names(hf_config) if fp8 else set()
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
@@ -104,7 +114,10 @@ def read_layout(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.dtyp
                     raise ValueError(
                         f"{file}: {name} has dtype {part.get_dtype()}; weights are updated in one of {sorted(_DTYPES)}"
                     )
-                layout[name] = (tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+                shape, dtype = tuple(part.get_shape()), FP8 if name in in_blocks else _DTYPES[part.get_dtype()]
+                layout[name] = (shape, dtype)
+                if dtype == FP8:
+                    layout[name + SCALE] = (scale_shape(shape), torch.float32)
     if missing := sorted(names - layout.keys()):
         raise ValueError(f"{checkpoint} lacks {len(missing)} tensors of its model in *.safetensors: {missing[:4]}")
     return layout

@@ -1,4 +1,4 @@
-"""SGLang plugin: deterministic sampling and the record of routed experts on CPU.
+"""SGLang plugin for CPUs: deterministic sampling, the record of routed experts, FP8 (``megasao_sglang_fp8``).
 
 ``torch_native`` attention computes every request by itself and reads the prefix cache like any other backend, so it may
 be used with seeded sampling and with the radix cache; SGLang only does not list it. The batch-invariant operators are
@@ -8,6 +8,7 @@ SGLang records the experts of every token itself; only the memory that it keeps 
 copies, which there are none of here.
 """
 
+import os
 from typing import Any
 
 
@@ -27,6 +28,11 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.mem_cache.pool_host.common.alloc_with_host_register", plain_memory, HookType.REPLACE
     )
+    if os.environ.get("MEGASAO_SGLANG_QUANTIZATION") == "fp8":
+        import megasao_sglang_fp8
+
+        for target, replacement in megasao_sglang_fp8.hooks().items():
+            HookRegistry.register(target, replacement, HookType.REPLACE)
 
 
 def keep_torch_operators(*_: object, **__: object) -> None:

@@ -1,0 +1,167 @@
+"""Blocks of FP8 in a real SGLang server: what `quantize` writes is served as the numbers that it stands for.
+
+The server loads a quantised checkpoint by its own code (names, scales, fused and sliced matrices, experts), and then
+a version of the weights as the trainer publishes it. Its log-probabilities are compared with the trainer's, whose
+checkpoint has the dequantised numbers in float32.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from megasao.config.architecture import read_hf_config
+from megasao.config.sglang import SGLangConfig
+from megasao.families.names import SCALE
+from megasao.rollout.engines.sglang import SGLangEngine
+from megasao.rollout.engines.sglang_fp8 import fp8_problem
+from tests.conversion.support import convert, write_family
+from tests.engines.fp8_checkpoints import SIZES, dequantised
+from tests.engines.sglang_server import RunningServer, needs_sglang, sglang_config
+from tests.megatron.tiny_families import SETTINGS
+from tests.training.engine_episodes import MAX_TOKENS, Episode, compare, play
+
+pytestmark = [pytest.mark.world, needs_sglang]
+BOUND = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family, and the servers' tensor parallelism."""
+
+    family: str
+    changes: dict[str, Any]
+    tensor: int = 1
+
+    @property
+    def config(self) -> SGLangConfig:
+        return sglang_config(server_args={"tp_size": self.tensor} if self.tensor > 1 else {})
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {**SIZES, **self.changes}
+
+
+LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "v_head_dim": 64, "head_dim": 8}
+CASES = [
+    Case("glm4_moe", {"n_routed_experts": 4}),
+    pytest.param(
+        Case("qwen3_moe", {"mlp_only_layers": [], "head_dim": 128, "moe_intermediate_size": 256}, tensor=2),
+        marks=pytest.mark.full,
+    ),
+    pytest.param(
+        Case("glm_moe_dsa", {**LATENT, "index_topk": MAX_TOKENS, "first_k_dense_replace": 1, "n_routed_experts": 4}),
+        marks=pytest.mark.full,
+    ),
+]
+
+
+def quantised(source: Path, root: Path) -> tuple[Path, Path]:
+    """A checkpoint in FP8, and the numbers that it stands for in float32."""
+    assert convert("quantize", source, root / "fp8") == 0
+    return root / "fp8", dequantised(root / "fp8", source, root / "float32")
+
+
+@dataclass
+class Served:
+    """Two FP8 checkpoints' numbers, and episodes that one server played with each."""
+
+    case: Case
+    source: Path
+    first_fp8: Path
+    first: Path
+    second: Path
+    before: list[Episode]
+    after: list[Episode]
+
+
+async def play_both(
+    server: RunningServer, config: SGLangConfig, first: Path, second: Path, staging: Path
+) -> tuple[list[Episode], ...]:
+    engine = SGLangEngine(
+        server.url,
+        first,
+        config,
+        staging=staging,
+        max_total_tokens=MAX_TOKENS,
+        seed=0,
+        start_timeout_s=240.0,
+        update_timeout_s=60.0,
+    )
+    await engine.start()
+    try:
+        before = await play(engine, 16)
+        published = {n: t for n, t in load_file(second / "model.safetensors").items() if ".layers.2." not in n}
+        await engine.prepare_weights(1, published)
+        await engine.commit_weights(1)
+        return before, await play(engine, 16)
+    finally:
+        await engine.close()
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.family)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    case: Case = request.param
+    root = tmp_path_factory.mktemp(case.family)
+    sources, fp8, float32 = [], [], []
+    for seed in (0, 1):
+        directory = root / str(seed)
+        sources.append(write_family(directory / "hf", case.family, seed=seed, **case.sizes))
+        one, other = quantised(sources[-1], directory)
+        fp8.append(one)
+        float32.append(other)
+    assert fp8_problem(case.config, read_hf_config(sources[0])) is None
+    server = RunningServer(fp8[0], root, case.config, max_tokens=MAX_TOKENS)
+    try:
+        before, after = asyncio.run(play_both(server.wait(), case.config, *fp8, root / "staging"))
+    finally:
+        server.kill()
+    return Served(case, sources[0], fp8[0], *float32, before, after)
+
+
+def test_a_server_computes_with_the_numbers_of_the_checkpoint(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = compare(served.before, served.first, served.first, near_tie=BOUND)
+    after = compare(served.after, served.second, served.second, near_tie=BOUND)
+    with capsys.disabled():
+        for when, found in (("at the start", before), ("after an update", after)):
+            what = f"{found.tokens} tokens within {found.off:.1e}; {found.ties} near-ties"
+            print(f"\nFP8 {served.case.family} {when}: {what}")
+    assert min(before.tokens, after.tokens) > 300
+    assert max(before.off, after.off) < BOUND
+
+
+def test_other_scales_are_noticed(served: Served, tmp_path: Path) -> None:
+    """Scales of one matrix turned round, and of two exchanged."""
+    tensors = load_file(served.first_fp8 / "model.safetensors")
+    o_proj = f"model.layers.1.self_attn.o_proj.weight{SCALE}"
+    turned = {o_proj: tensors[o_proj].T.contiguous()}
+    experts = [f"model.layers.1.mlp.experts.{number}.gate_proj.weight{SCALE}" for number in (0, 1)]
+    exchanged = {one: tensors[other] for one, other in zip(experts, experts[::-1], strict=True)}
+    for name, change in (("turned", turned), ("exchanged", exchanged)):
+        wrong = dequantised(served.first_fp8, served.source, tmp_path / name, change)
+        assert compare(served.before, served.first, wrong).off > 10 * BOUND, name
+
+
+def test_sizes_that_sglang_cannot_cut_into_blocks_are_refused() -> None:
+    """As its own loader does: a block has the numbers of one fused part and of one rank."""
+
+    def problem(family: str, changes: dict[str, Any], **server_args: Any) -> str:
+        shape = {"model_type": family, **SETTINGS[family], **SIZES, **changes}
+        return str(fp8_problem(sglang_config(server_args=server_args), shape))
+
+    assert problem("qwen3_moe", {}) == "None"
+    assert "num_key_value_heads * head_dim = 64" in problem("qwen3_moe", {"head_dim": 32})
+    assert "moe_intermediate_size = 128 into blocks of 128 over 2 ranks" in problem(
+        "qwen3_moe", {"head_dim": 128, "mlp_only_layers": []}, tp_size=2
+    )
+    assert problem("qwen3_moe", {"head_dim": 128, "mlp_only_layers": []}, tp_size=2, ep_size=2) == "None"
+    assert "intermediate_size = 384" in problem("qwen3_moe", {"head_dim": 128}, tp_size=2, ep_size=2)
+    assert "shared experts" in problem("glm4_moe", {"head_dim": 128, "intermediate_size": 512}, tp_size=2, ep_size=2)
+    assert "q_lora_rank = 32" in problem("glm_moe_dsa", {})
+    assert problem("glm_moe_dsa", LATENT) == "None"
+    assert "rows of q_b_proj = 288" in problem("glm_moe_dsa", LATENT, tp_size=2, ep_size=2)
