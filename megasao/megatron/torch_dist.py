@@ -10,6 +10,7 @@ reshardable. Invariants (tests assert them):
 - no file is unpickled without limits (:mod:`megasao.storage.torch_dist`), and Megatron's own loader reads the result.
 """
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -259,6 +260,9 @@ class ReadWithLimits(TorchDistLoadShardedStrategy):
             shapes_validation_sharded_tensors=[leaf for leaf in leaves if not leaf.allow_shape_mismatch],
             allow_shape_mismatch_sharded_tensors=flexible,
         )
-        checkpoint.load_state_dict(state, _Reader(checkpoint_dir, self._metadata), planner=planner)
+        with warnings.catch_warnings():
+            # The newer name wants the same keys on every rank: a pipeline's stages have different ones.
+            warnings.simplefilter("ignore", FutureWarning)
+            checkpoint.load_state_dict(state, _Reader(checkpoint_dir, self._metadata), planner=planner)
         tensors = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
         return _replace_sharded_keys_with_state_dict_keys(tensors, mapping, names)
