@@ -83,6 +83,12 @@ def test_resharding_keeps_every_bit(
     assert first["updates"] == 2
     for layout in chain[1:]:
         assert_equal(read(work(model, tmp_path, "resume_trained", layout, **settings), "state"), first)
+    if family == "glm_moe_dsa":
+        stored = read_torch_dist(tmp_path / "checkpoint")
+        assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in stored
+        assert "decoder.layers.3.pre_mlp_layernorm.weight" in stored
+        assert stored["decoder.layers.3.mlp.router.expert_bias"].dtype == torch.float32
+        assert stored["decoder.layers.3.mlp.router.weight"].dtype == torch.bfloat16
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(mixed: Path, tmp_path: Path) -> None:
