@@ -46,11 +46,11 @@ def saved(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def work(model: Path, root: Path, function: str, layout: str, **payload: Any) -> Path:
+def work(source: Path, root: Path, function: str, layout: str, **payload: Any) -> Path:
     """Save into ``root / "checkpoint"``, or load from there, under a layout; where the results are."""
     out = root / f"{function} {layout}"
     out.mkdir()
-    whole = {"path": str(model), "role": "actor", "parallel": LAYOUTS[layout], "steps": 2, "more": 0}
+    whole = {"path": str(source), "role": "actor", "parallel": LAYOUTS[layout], "steps": 2, "more": 0}
     whole |= {"directory": str(root / "checkpoint"), "out": str(out), "format": "torch_dist", **payload}
     run_world(LAYOUTS[layout]["ranks"], f"tests.megatron.cases:{function}", whole)
     return out
