@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from megasao.config.architecture import read_hf_config
 from megasao.config.errors import UserError
 from megasao.conversion.hf import HfCheckpoint
+from megasao.conversion.torch_dist import TorchDistTensors
 from megasao.families.names import Role, name_problem
+from megasao.storage import torch_dist
 from megasao.storage.header import TensorInfo
 from megasao.storage.model_parts import CARRIED, FORMAT, MANIFEST, WEIGHT, read_manifest, sum_file
 from megasao.storage.reader import TensorFiles
@@ -53,21 +56,6 @@ class ModelCheckpoint:
         directory = self.path / HF_DIRECTORY
         return directory if (directory / "config.json").is_file() else None
 
-    def model_of_run(self) -> Path:
-        """The model that the run around this checkpoint was started with.
-
-        Raises:
-            UserError: there is no such run.
-        """
-        from megasao.config.load import load_config
-
-        for directory in self.path.absolute().parents[:3]:
-            if (directory / "config.yaml").is_file():
-                return Path(load_config(directory / "config.yaml").model.path)
-        raise UserError(
-            f"{self.path} is in no run directory; say with --model which Hugging Face directory it was trained from"
-        )
-
     def check_against(self, origin: HfCheckpoint) -> None:
         """UserError if this is not a checkpoint of the model at ``origin``."""
         if problem := name_problem(origin.hf_config, self.role, set(self.weights())):
@@ -78,19 +66,43 @@ class ModelCheckpoint:
                 raise UserError(f"{self.path} is not a checkpoint of {origin.path}: {name} is {mine}, there {other}")
 
 
-def open_model(path: Path) -> ModelCheckpoint:
+def model_of_run(checkpoint: Path) -> Path:
+    """The model that the run around a checkpoint was started with.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    from megasao.config.load import load_config
+
+    for directory in checkpoint.absolute().parents[:3]:
+        if (directory / "config.yaml").is_file():
+            return Path(load_config(directory / "config.yaml").model.path)
+    raise UserError(
+        f"{checkpoint} is in no run directory; say with --model which Hugging Face directory it was trained from"
+    )
+
+
+def open_model(path: Path, model: Path | None = None) -> ModelCheckpoint:
     """Open a model's checkpoint, the actor's of a run's checkpoint, or the actor's of a run's latest checkpoint.
+
+    Args:
+        path: where it is.
+        model: the Hugging Face directory that it was trained from, which tells one in format torch_dist what its
+            tensors are called there; None where the run around it says which.
 
     Raises:
         UserError: there is none, or it is not complete.
     """
     directory = _model_directory(path)
     try:
-        manifest = read_manifest(directory, FORMAT)
+        manifest = read_manifest(directory, FORMAT, torch_dist.FORMAT)
         parts = [directory / name for name in manifest["parts"]]
         for part in parts:
             if not sum_file(part).is_file():
                 raise UserError(f"{directory} is not a complete model checkpoint: {sum_file(part).name} is missing")
+        if manifest["format"] == torch_dist.FORMAT:
+            hf_config = read_hf_config(model or model_of_run(directory))
+            return ModelCheckpoint(directory, manifest["role"], TorchDistTensors(directory, manifest, hf_config))
         return ModelCheckpoint(directory, manifest["role"], TensorFiles(parts))
     except UserError:
         raise

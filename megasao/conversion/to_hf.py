@@ -11,7 +11,7 @@ import torch
 from megasao.config.errors import UserError
 from megasao.conversion.blocks import BLOCK, FP8
 from megasao.conversion.hf import HfCheckpoint, open_hf
-from megasao.conversion.model_checkpoint import ModelCheckpoint, open_model
+from megasao.conversion.model_checkpoint import ModelCheckpoint, model_of_run, open_model
 from megasao.conversion.output import Output, OutputFile, split
 from megasao.conversion.tasks import Copy, Quantize, Task
 from megasao.families.names import carried_names, fp8_names, optional_names
@@ -60,10 +60,10 @@ def model_to_hf(checkpoint: Path, model: Path | None, out: Path, *, shard_bytes:
     Raises:
         UserError: either is incomplete, damaged or of another model.
     """
-    trained = open_model(checkpoint)
+    trained = open_model(checkpoint, model)
     if trained.hf_directory is not None and model is None:
         return _converted_to_hf(trained, trained.hf_directory, out, shard_bytes)
-    origin = open_hf(model or trained.model_of_run())
+    origin = open_hf(model or model_of_run(trained.path))
     trained.check_against(origin)
     tasks: list[Task] = []
     for name in trained.weights():

@@ -10,6 +10,8 @@ reshardable. Invariants (tests assert them):
 - no file is unpickled without limits (:mod:`megasao.storage.torch_dist`), and Megatron's own loader reads the result.
 """
 
+import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -72,9 +74,15 @@ def places(model: MegatronModel) -> Iterator[tuple[LocalParameter, Place]]:
 
 
 def _canonical(key: str, name: str, hf_config: dict[str, Any]) -> str:
-    """Megatron's key; in layers with experts the norm before them is its own module in either specification."""
-    layer, _, rest = name.removeprefix("decoder.layers.").partition(".")
-    return name if rest == "pre_mlp_layernorm.weight" and is_moe_layer(hf_config, int(layer)) else key
+    """Megatron's key, but for the norm after attention: part of the product after it, and a module before a router.
+
+    So it is in TransformerEngine's specification; the local one takes the first for all layers of some families, and
+    the second for all of others.
+    """
+    norm = re.fullmatch(r"(decoder\.layers\.(\d+)\.)pre_mlp_layernorm\.weight", name)
+    if norm is None:
+        return key
+    return name if is_moe_layer(hf_config, int(norm[2])) else f"{norm[1]}mlp.linear_fc1.layer_norm_weight"
 
 
 def plan_save(model: MegatronModel, optimizer: Optimizer, directory: Path) -> tuple[AsyncRequest, bool]:
@@ -116,11 +124,8 @@ def _at(place: Place, kind: str, data: Tensor) -> Place:
     """``data``, which has the parameter's shape, at the parameter's place."""
     if kind:
         return make_sharded_optimizer_tensor(place, data, f"{STATE}.{kind}")
-    return (
-        replace(place, data=data)
-        if isinstance(place, ShardedTensorFactory)
-        else replace(place, data=data, dtype=data.dtype)
-    )
+    dtype = {} if isinstance(place, ShardedTensorFactory) else {"dtype": data.dtype}
+    return replace(place, data=data, **dtype)
 
 
 def load(model: MegatronModel, optimizer: Optimizer, directory: Path, manifest: dict[str, Any]) -> None:
@@ -259,6 +264,9 @@ class ReadWithLimits(TorchDistLoadShardedStrategy):
             shapes_validation_sharded_tensors=[leaf for leaf in leaves if not leaf.allow_shape_mismatch],
             allow_shape_mismatch_sharded_tensors=flexible,
         )
-        checkpoint.load_state_dict(state, _Reader(checkpoint_dir, self._metadata), planner=planner)
+        with warnings.catch_warnings():
+            # The newer name wants the same keys on every rank: a pipeline's stages have different ones.
+            warnings.simplefilter("ignore", FutureWarning)
+            checkpoint.load_state_dict(state, _Reader(checkpoint_dir, self._metadata), planner=planner)
         tensors = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
         return _replace_sharded_keys_with_state_dict_keys(tensors, mapping, names)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from megasao.config.load import dump_config
 from megasao.storage.model_parts import write_sum
-from tests.megatron.tiny import read, read_torch_dist, write_tiny_checkpoint
+from tests.conversion.support import convert, names_and_bytes
+from tests.megatron.tiny import make_config, read, read_torch_dist, write_tiny_checkpoint
 from tests.megatron.tiny_families import write_tiny_family
 from tests.megatron.world import run_world
 
@@ -44,11 +46,11 @@ def saved(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def work(model: Path, root: Path, function: str, layout: str, **payload: Any) -> Path:
+def work(source: Path, root: Path, function: str, layout: str, **payload: Any) -> Path:
     """Save into ``root / "checkpoint"``, or load from there, under a layout; where the results are."""
     out = root / f"{function} {layout}"
     out.mkdir()
-    whole = {"path": str(model), "role": "actor", "parallel": LAYOUTS[layout], "steps": 2, "more": 0}
+    whole = {"path": str(source), "role": "actor", "parallel": LAYOUTS[layout], "steps": 2, "more": 0}
     whole |= {"directory": str(root / "checkpoint"), "out": str(out), "format": "torch_dist", **payload}
     run_world(LAYOUTS[layout]["ranks"], f"tests.megatron.cases:{function}", whole)
     return out
@@ -81,6 +83,12 @@ def test_resharding_keeps_every_bit(
     assert first["updates"] == 2
     for layout in chain[1:]:
         assert_equal(read(work(model, tmp_path, "resume_trained", layout, **settings), "state"), first)
+    if family == "glm_moe_dsa":
+        stored = read_torch_dist(tmp_path / "checkpoint")
+        assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in stored
+        assert "decoder.layers.3.pre_mlp_layernorm.weight" in stored
+        assert stored["decoder.layers.3.mlp.router.expert_bias"].dtype == torch.float32
+        assert stored["decoder.layers.3.mlp.router.weight"].dtype == torch.bfloat16
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(mixed: Path, tmp_path: Path) -> None:
@@ -179,3 +187,24 @@ def test_a_checkpoint_of_another_model_is_refused(
     payload["directories"] = [str(saved / "checkpoint")]
     [[found]] = run_world(1, "tests.megatron.cases:load_checkpoint_errors", payload)
     assert message in found and "another model" in found
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "dtype"),
+    [("mixed", "actor", "float32"), ("llama", "actor", "bfloat16"), ("qwen3_moe", "critic", "float32")],
+)
+def test_it_becomes_a_hugging_face_directory(mixed: Path, tmp_path: Path, family: str, role: str, dtype: str) -> None:
+    """The same as a checkpoint in safetensors does, which holds the same."""
+    model = mixed if family == "mixed" else write_tiny_family(tmp_path / "model", family)
+    settings = {"role": role, "model": {"dtype": dtype}, "steps": 1}
+    outputs = []
+    for form in ("safetensors", "torch_dist"):
+        (tmp_path / form).mkdir()
+        work(model, tmp_path / form, "save_trained", "one", **settings, format=form)
+        assert convert("megatron-to-hf", tmp_path / form / "checkpoint", tmp_path / f"hf {form}", "--model", model) == 0
+        outputs.append(names_and_bytes(tmp_path / f"hf {form}"))
+    assert outputs[0] == outputs[1]
+    ours, theirs = (tmp_path / form / "checkpoint" for form in ("torch_dist", "safetensors"))
+    assert convert("megatron-to-hf", ours, tmp_path / "nowhere") == 2, "in no run, and no --model"
+    (ours.parent / "config.yaml").write_text(dump_config(make_config(model)))
+    assert convert("verify", ours, theirs) == 0, "moments too"

@@ -34,6 +34,7 @@ from megasao.training.pretrain_value import pretrain
 from megasao.training.step import sao_step
 from megasao.trajectories.schema import Trajectory
 from tests.megatron import family_cases
+from tests.training.float64 import everything_in_float64, widened
 
 Payload = dict[str, Any]
 
@@ -96,8 +97,14 @@ def sao_steps(payload: Payload) -> Any:
     ranks have updated their part; "replay_of_rank_0" takes the experts of a row's first tokens on every tensor-parallel
     rank; "frozen_input" lets no gradient reach the input of a critic's first layer.
 
-    ``tile`` and ``scores`` are the queries and the indexer's scores that exist at a time.
+    ``tile`` and ``scores`` are the queries and the indexer's scores that exist at a time. ``float64`` computes in
+    float64, and updates nothing.
     """
+    with everything_in_float64() if payload.get("float64") else nullcontext():
+        return _sao_steps(payload)
+
+
+def _sao_steps(payload: Payload) -> Any:
     context.TILE, sparse_attention.SCORES_AT_A_TIME = payload.get("tile", 1024), payload.get("scores", 2**26)
     config = sao_config(payload)
     topology = runtime.set_layout(config.parallel, seed=1)
@@ -155,6 +162,8 @@ def _run_steps(
         )
         if payload.get("mutation") == "local_denominator":
             batch = _local_denominator(batch)
+        if payload.get("float64"):
+            batch = widened(batch)
         result = sao_step(actor, critic, estimator, batch, step=step, config=config)
         metrics.append({name: value for name, value in result.metrics.items() if not name.startswith("time/")})
         for name, role in roles.items() if step == 0 else ():

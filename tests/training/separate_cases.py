@@ -56,7 +56,10 @@ def actor_side(payload: Payload) -> Any:
         progress = replace(progress, step=step + 1)
         if payload.get("save_at") == step + 1:
             state = {"step": step + 1} if topology.rank == 0 else None
-            pending = checkpoint.begin(run, progress, actor, None, estimator, topology, controller_state=state)
+            form = config.checkpoint.format
+            pending = checkpoint.begin(
+                run, progress, actor, None, estimator, topology, controller_state=state, format=form
+            )
             remote.save(step=step + 1)
             while not (pending.written() and remote.saved(step=step + 1)):
                 time.sleep(0.01)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.megatron.tiny_families import write_tiny_family
 from tests.training import test_sao_step_layouts as sao
@@ -45,7 +46,15 @@ MORE_LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 GRADIENTS = 3e-6
-"""Of the largest (0.08): rounding of eight layers, where four stay below 1.7e-6."""
+"""Of the largest (0.08): what eight layers round in float32 (see the test in float64); four stay below 1.7e-6."""
+
+IN_FLOAT64: dict[str, dict[str, Any]] = {
+    "TP2 SP PP2 EP2": LAYOUTS["TP2 SP PP2 EP2"],
+    "TP2 SP ETP2": MORE_LAYOUTS["TP2 SP ETP2"],
+    "CP2": MORE_LAYOUTS["CP2"],
+    "CP2 PP2 EP2": {"ranks": 4, "context": 2, **PP2, "expert": 2},
+}
+UNCLIPPED = {"lr": 1e-3, "eps": 1e-4, "clip_grad": 1e6}
 
 
 def check_equal(outcome: Outcome, reference: Outcome) -> None:
@@ -142,3 +151,31 @@ def test_mistakes_are_noticed(
 ) -> None:
     wrong = run_glm(checkpoint, tmp_path / "out", parallel, mutation=mutation)
     assert not same(wrong, reference)
+
+
+def actor_gradients(path: Path, out: Path, parallel: dict[str, Any], **payload: Any) -> dict[str, torch.Tensor]:
+    """Of the first step, before they are clipped."""
+    settings = {"parallel": parallel, "actor": {"optimizer": UNCLIPPED}}
+    gradients = run_glm(path, out, parallel, steps=1, settings=settings, **payload).tensors["actor-gradients"]
+    return {name: tensor.double() for name, tensor in gradients.items()}
+
+
+@pytest.mark.full
+def test_nothing_but_rounding_separates_the_layouts(checkpoint: Path, tmp_path: Path) -> None:
+    """In float64 they agree a hundred times as well, and float32 is further from it on one process than they are apart.
+
+    (Row's numbers such as the engine's log-probabilities come in float32, and rotations are made in it: the same in
+    every layout.)
+    """
+    one = actor_gradients(checkpoint, tmp_path / "one", {"ranks": 1}, float64=True)
+    largest = max(float(tensor.abs().max()) for tensor in one.values())
+    for name, parallel in IN_FLOAT64.items():
+        gap = sao.difference(actor_gradients(checkpoint, tmp_path / name, parallel, float64=True), one) / largest
+        print(f"{name} in float64: {gap:.2g} of the largest, {largest:.3g}")
+        assert gap < 3e-8, name
+    rounding = sao.difference(actor_gradients(checkpoint, tmp_path / "float32", {"ranks": 1}), one) / largest
+    print(f"one process in float32: {rounding:.2g}")
+    assert 1e-6 < rounding < GRADIENTS
+    # Control: a mistake shows in float64 too.
+    wrong = actor_gradients(checkpoint, tmp_path / "wrong", MORE_LAYOUTS["CP2"], float64=True, mutation="own_keys")
+    assert sao.difference(wrong, one) > 1e-3 * largest

@@ -61,6 +61,7 @@ def separate(
     *,
     critic_world: World | None = None,
     actor_case: str = "actor_side",
+    form: str = "safetensors",
     **payload: Any,
 ) -> list[Any]:
     """Run both worlds; results of the actor's ranks."""
@@ -75,6 +76,7 @@ def separate(
         "token_budget": payload.pop("critic_budget", None),
     }
     settings = {"parallel": actor, "critic": section, "environment": {"max_tokens": 64, "max_turn_tokens": 8}}
+    settings["checkpoint"] = {"format": form}
     whole = {
         "path": str(checkpoint),
         "out": str(out),
@@ -119,15 +121,17 @@ def check_equal(got: Outcome, expected: Outcome) -> None:
         assert difference(got.weights[role], expected.weights[role]) < 1e-6, role
 
 
+@pytest.mark.parametrize("form", ["safetensors", "torch_dist"])
 def test_the_same_layout_gives_the_same_bits(
-    checkpoint: Path, colocated: Outcome, second_world: World, tmp_path: Path
+    checkpoint: Path, colocated: Outcome, second_world: World, tmp_path: Path, form: str
 ) -> None:
     """Also with a checkpoint taken on the way, and from that checkpoint on."""
-    through = run(checkpoint, tmp_path / "through", ONE, ONE, critic_world=second_world, save_at=2)
+    through = run(checkpoint, tmp_path / "through", ONE, ONE, critic_world=second_world, save_at=2, form=form)
     assert through.metrics == colocated.metrics
     for role, weights in colocated.weights.items():
         assert difference(through.weights[role], weights) == 0
     saved = tmp_path / "through" / "run" / "checkpoints" / "step_000002"
+    assert (saved / "critic" / ".metadata").exists() == (form == "torch_dist")
     assert {"actor", "critic", "rng-0.safetensors", "rng-critic-0.safetensors", "COMPLETE"} <= {
         path.name for path in saved.iterdir()
     }
