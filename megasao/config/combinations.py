@@ -180,6 +180,8 @@ def weights(config: "Config") -> Iterator[Problem]:
     if config.weights.directory is not None and config.weight_transport != "disk":
         reason = f"has no reader while weights travel by {config.weight_transport}; set weights.transport = disk"
         yield Problem("weights.directory", reason)
+    if not config.weights.node_directory.startswith("/"):
+        yield Problem("weights.node_directory", f"expected an absolute path, got {config.weights.node_directory!r}")
 
 
 def estimator(config: "Config") -> Iterator[Problem]:

@@ -147,8 +147,12 @@ class _Lease:
 class ShareTensors(Mapping[str, Tensor]):
     """The tensors of all shares: a view where one share has a whole tensor, else put together when it is asked for."""
 
-    def __init__(self, shares: Sequence[tuple[ShareManifest, np.ndarray]]) -> None:
-        """``shares``: manifest and uint8 [total_bytes] of each rank. ValueError names a tensor that is not whole."""
+    def __init__(self, shares: Sequence[tuple[ShareManifest, np.ndarray]], label: str = "") -> None:
+        """``shares``: manifest and uint8 [total_bytes] of each rank; ``label`` names the version, over restarts too.
+
+        ValueError names a tensor that is not whole.
+        """
+        self.label = label
         self._pieces: dict[str, list[tuple[Piece, Tensor]]] = {}
         for manifest, buffer in shares:
             flat = torch.from_numpy(buffer)
@@ -157,6 +161,10 @@ class ShareTensors(Mapping[str, Tensor]):
         for found in self._pieces.values():
             found.sort(key=lambda pair: pair[0].start)
             _check_whole([piece for piece, _ in found])
+
+    def release(self) -> None:
+        """Let go of all tensors."""
+        self._pieces = {}
 
     @property
     def infos(self) -> dict[str, TensorInfo]:
