@@ -27,6 +27,11 @@ class WeightsConfig(Section):
         description="Where versions are published on disk, below it by the run's name; on the file system of the run "
         "directory. null is inside the run directory.",
     )
+    node_directory: str = Field(
+        "/dev/shm",
+        description="Where each node of an SGLang server keeps two versions that came as distributed: memory, or a "
+        "disk of its own.",
+    )
     bucket_bytes: int = Field(
         4 * 2**20,
         ge=4096,

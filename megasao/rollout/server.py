@@ -17,7 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from megasao.config import Config
@@ -31,6 +31,9 @@ from megasao.rollout.engines.sglang_arguments import (
 )
 from megasao.rollout.registration import Registration
 from megasao.transport.keys import load_server_key, server_key_path
+
+if TYPE_CHECKING:
+    from megasao.rollout.server_weights import NodeReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +56,22 @@ def run(run: RunDirectory, config: Config, name: str, *, added: bool = False) ->
     lifesign = LifeSign(run.heartbeat(part.role))
     registration = Registration(run, config, name, added=added) if part.role == name else None
     process = start(run, config, part)
+    weights = None
     try:
+        if config.weight_transport == "distributed":
+            from megasao.rollout.server_weights import NodeReceiver  # it needs torch
+
+            weights = NodeReceiver(run, config, name, part.role)
         _until_ready(process, part.url, config.supervision.start_timeout_s, lifesign)
         logger.info("%s is ready at %s", part.role, part.url)
-        _watch(process, part.url, lifesign, registration)
+        _watch(process, part.url, lifesign, registration, weights)
     finally:
         if registration is not None:
             registration.close()
         process.kill()
         process.wait()
+        if weights is not None:
+            weights.close()
 
 
 @dataclass(frozen=True)
@@ -126,10 +136,18 @@ def _until_ready(process: "subprocess.Popen[bytes]", url: str, timeout_s: float,
     lifesign.beat()
 
 
-def _watch(process: "subprocess.Popen[bytes]", url: str, lifesign: LifeSign, registration: Registration | None) -> None:
+def _watch(
+    process: "subprocess.Popen[bytes]",
+    url: str,
+    lifesign: LifeSign,
+    registration: Registration | None,
+    weights: "NodeReceiver | None",
+) -> None:
     next_check = time.monotonic() + CHECK_EVERY_S
     while registration is None or not registration.is_over():
         _check_alive(process)
+        if weights is not None:
+            weights.check()
         if time.monotonic() >= next_check:
             if _healthy(url):
                 lifesign.beat()

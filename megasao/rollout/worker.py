@@ -99,6 +99,7 @@ def server_maker(
 ) -> "Callable[[str], SGLangEngine]":
     """What makes the engine for a server's address."""
     from megasao.rollout.engines.sglang import SGLangEngine
+    from megasao.rollout.server_weights import server_nodes
 
     path, directory, key = run.policy_path(config), run.staging(staging).resolve(), load_server_key(run.keys)
 
@@ -115,6 +116,7 @@ def server_maker(
             key=key,
             router=router,
             fp8=config.weights.dtype == "fp8_block",
+            nodes=server_nodes(run, config, url),
         )
 
     return make
@@ -148,7 +150,14 @@ async def _serve(
         EpisodeRunner.build(environment, engine, codec, config.environment) for engine in (training, evaluation)
     )
     endpoints, peer = run.read_endpoints(), f"rollout-{index}"
-    receiver = WeightReceiver(endpoints.weights, training, identity=peer.encode(), config=config.transport, keys=keys)
+    receiver = WeightReceiver(
+        endpoints.weights,
+        training,
+        identity=peer.encode(),
+        config=config.transport,
+        keys=keys,
+        on_nodes=config.rollout.engine == "sglang",
+    )
     context = zmq.asyncio.Context()
     socket = connect_dealer(
         context,

@@ -19,6 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from megasao.weights.messages import AnnounceShares, Share
+from megasao.weights.nodes import NodeWeights
 from megasao.weights.serving import LENGTH, NONCE_BYTES, bound, proof, receive_into
 from megasao.weights.shared import BufferPool, ShareManifest, ShareTensors, bucket_sum, check_manifest
 
@@ -59,6 +60,30 @@ class SharesDownload:
         return None
 
 
+class NodesDownload:
+    """The announced version, of which a worker has the label: the nodes of its servers take the bytes."""
+
+    complete = True
+    idle_s = 0.0
+
+    def __init__(self, announce: AnnounceShares) -> None:
+        self.epoch, self.version, self._label = announce.epoch, announce.version, label(announce)
+        self.staged = False
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """None, under the version's label."""
+        return NodeWeights(self._label)
+
+    async def verify(self, timeout_s: float) -> str | None:
+        """Nothing has arrived that could be wrong."""
+        return None
+
+
+def label(announce: AnnounceShares) -> str:
+    """A name that no other life of the trainer gives to another set of weights."""
+    return f"{announce.version}.{announce.epoch[:12]}"
+
+
 class _Fetching:
     """One attempt. ``stop`` may be called from another thread."""
 
@@ -80,7 +105,7 @@ class _Fetching:
                 for one in left:
                     one.cancel()
                 raise failures[0]
-        return ShareTensors([one.result() for one in fetched])
+        return ShareTensors([one.result() for one in fetched], label(self._announce))
 
     def stop(self) -> None:
         """End all connections."""

@@ -25,7 +25,7 @@ from megasao.transport.codec import MalformedMessage, decode, encode
 from megasao.transport.endpoints import connect_dealer
 from megasao.transport.keys import CurveKeys
 from megasao.weights.download import DirectoryDownload, Download
-from megasao.weights.fetching import SharesDownload
+from megasao.weights.fetching import NodesDownload, SharesDownload
 from megasao.weights.messages import (
     Announce,
     AnnounceDirectory,
@@ -46,7 +46,7 @@ from megasao.weights.shared import BufferPool
 
 _log = logging.getLogger(__name__)
 
-AnyDownload = Download | DirectoryDownload | SharesDownload
+AnyDownload = Download | DirectoryDownload | SharesDownload | NodesDownload
 """A version on its way in, by one transport."""
 
 LONGEST_PAUSE_S = 60.0
@@ -79,8 +79,13 @@ class WeightReceiver:
         identity: bytes,
         config: TransportConfig,
         keys: CurveKeys | None = None,
+        on_nodes: bool = False,
     ) -> None:
-        """``config.weights_timeout_s`` bounds every call of an engine and every wait for a bucket."""
+        """``config.weights_timeout_s`` bounds every call of an engine and every wait for a bucket.
+
+        ``on_nodes``: what lies in the memory of the trainer's ranks is taken by the nodes of the engines themselves.
+        """
+        self._on_nodes = on_nodes
         self._address, self._identity, self._engines = address, identity, engines
         self._name = identity.decode("utf-8")
         self._keys, self._high_water_mark = keys, config.high_water_mark
@@ -236,7 +241,7 @@ class WeightReceiver:
             return Download(announce)
         if isinstance(announce, AnnounceDirectory):
             return DirectoryDownload(announce)
-        return SharesDownload(announce, self._pool)
+        return NodesDownload(announce) if self._on_nodes else SharesDownload(announce, self._pool)
 
     async def _on_bucket(self, download: Download, bucket: Bucket, payload: bytes) -> None:
         try:

@@ -10,12 +10,15 @@ manifest, length first (0: there is no such version); the share. Invariants, ass
 import hashlib
 import hmac
 import logging
+import os
 import secrets
 import socket
 import struct
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+
+from megasao.weights.shared import HostMemory
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ _MOST_WAITING = 256
 class _Offer:
     version: int
     manifest: bytes
-    share: memoryview
+    share: HostMemory
 
 
 class ShareServer:
@@ -53,7 +56,7 @@ class ShareServer:
         self._thread = threading.Thread(target=self._accept, name="weight-share", daemon=True)
         self._thread.start()
 
-    def offer(self, version: int, manifest: bytes, share: memoryview) -> None:
+    def offer(self, version: int, manifest: bytes, share: HostMemory) -> None:
         """Serve this version from now on. ``share`` must not change before :meth:`retire`."""
         with self._changed:
             self._offer = _Offer(version, manifest, share)
@@ -94,7 +97,7 @@ class ShareServer:
             manifest = offer.manifest if offer is not None else b""
             peer.sendall(LENGTH.pack(len(manifest)) + manifest)
             if offer is not None:
-                peer.sendall(offer.share)
+                _send_all(peer, offer.share)
         except (OSError, ValueError) as error:
             logger.info("a receiver of weights is gone: %s", error)
         finally:
@@ -151,6 +154,12 @@ def address_towards(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ValueError(f"no way to {host}, where the trainer's first rank announces weights: {error}") from error
+
+
+def _send_all(connection: socket.socket, memory: HostMemory) -> None:
+    sent, total = 0, len(memory.data)
+    while sent < total:
+        sent += os.sendfile(connection.fileno(), memory.descriptor, sent, total - sent)
 
 
 def _cut(connection: socket.socket) -> None:

@@ -8,6 +8,8 @@ asserted by the tests:
 """
 
 import math
+import mmap
+import os
 import threading
 import weakref
 from collections import deque
@@ -109,6 +111,16 @@ def _weights(count: int) -> np.ndarray:
 # memory
 
 
+class HostMemory:
+    """Memory that the kernel sends without copying it; ``data`` is uint8 [nbytes], zeros at first."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.descriptor = os.memfd_create("weights")
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, max(nbytes, 1))
+        self.data = np.frombuffer(mmap.mmap(self.descriptor, max(nbytes, 1)), np.uint8, count=nbytes)
+
+
 class BufferPool:
     """Host memory that is used again: touching fresh pages is slower than filling them over the network."""
 
@@ -147,8 +159,12 @@ class _Lease:
 class ShareTensors(Mapping[str, Tensor]):
     """The tensors of all shares: a view where one share has a whole tensor, else put together when it is asked for."""
 
-    def __init__(self, shares: Sequence[tuple[ShareManifest, np.ndarray]]) -> None:
-        """``shares``: manifest and uint8 [total_bytes] of each rank. ValueError names a tensor that is not whole."""
+    def __init__(self, shares: Sequence[tuple[ShareManifest, np.ndarray]], label: str = "") -> None:
+        """``shares``: manifest and uint8 [total_bytes] of each rank; ``label`` names the version, over restarts too.
+
+        ValueError names a tensor that is not whole.
+        """
+        self.label = label
         self._pieces: dict[str, list[tuple[Piece, Tensor]]] = {}
         for manifest, buffer in shares:
             flat = torch.from_numpy(buffer)
@@ -157,6 +173,10 @@ class ShareTensors(Mapping[str, Tensor]):
         for found in self._pieces.values():
             found.sort(key=lambda pair: pair[0].start)
             _check_whole([piece for piece, _ in found])
+
+    def release(self) -> None:
+        """Let go of all tensors."""
+        self._pieces = {}
 
     @property
     def infos(self) -> dict[str, TensorInfo]:
