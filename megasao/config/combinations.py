@@ -206,8 +206,7 @@ def _fp8(config: "Config") -> Iterator[Problem]:
         reason = f"fp8_block is for SGLang servers; rollout.engine = {config.rollout.engine} has no FP8: use same"
         yield Problem("weights.dtype", reason)
     elif config.weight_transport != "disk":
-        transport = config.weight_transport
-        reason = f"fp8_block is made where files are written; with weights.transport = {transport} use same, or set disk"
+        reason = f"fp8_block is made in files; with weights.transport = {config.weight_transport} use same, or set disk"
         yield Problem("weights.dtype", reason)
     for name, allowed in (("quantization", ("fp8",)), ("load_format", ()), ("speculative_algorithm", ())):
         value = config.rollout.sglang.server_args.get(name)
@@ -307,9 +306,6 @@ def router_replay(config: "Config") -> Iterator[Problem]:
     if servers.get("pp_size", 1) != 1:
         reason = "actor.router_replay: SGLang tells the experts of its last stage only; use tp_size and ep_size"
         yield Problem("rollout.sglang.server_args.pp_size", reason)
-    if servers.get("disaggregation_mode", "null") != "null":
-        reason = "actor.router_replay: a server that decodes does not know the experts of the prompt"
-        yield Problem("rollout.sglang.server_args.disaggregation_mode", reason)
     options = config.megatron.model
     modules = options.get("recompute_modules")
     if config.trainer.recompute == "selective" and isinstance(modules, list) and {"moe", "mlp"} & set(modules):

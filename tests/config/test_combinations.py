@@ -13,8 +13,6 @@ from tests.checkpoints import write_checkpoint
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
 BASE = ["loop.steps=160", "sft.steps=800"]
 TWO_SEGMENTS = ["environment.compaction.max_segments=2", "environment.compaction.summary_tokens=9"]
-DECODES = "rollout.sglang.server_args={disaggregation_mode: decode}"
-
 ROUTED = ["rollout.engine=sglang", "rollout.sglang.first_port=30000", "rollout.sglang.router=http://127.0.0.1:30100"]
 
 CASES = [
@@ -159,16 +157,6 @@ CASES = [
         ["actor.router_replay=true", "rollout.engine=sglang", "rollout.sglang.server_args={tp_size: 2}"],
         "rollout.sglang.server_args.pp_size",
         "last stage only",
-    ),
-    (
-        [
-            "actor.router_replay=true",
-            "rollout.engine=sglang",
-            DECODES,
-        ],
-        ["rollout.engine=sglang", DECODES],
-        "rollout.sglang.server_args.disaggregation_mode",
-        "the experts of the prompt",
     ),
     (
         ["buffer.payload=rollout", "loop.batch_timeout_s=190", "supervision.start_timeout_s=180"],

@@ -148,8 +148,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 @contextmanager
 def mistake(name: str | None) -> Iterator[None]:
-    """A deliberate mistake: ``order`` puts shards together, or says that they lie, the wrong way round, ``blocks`` begins
-    blocks at the cut, ``alone`` makes scales of this rank's numbers."""
+    """A deliberate mistake: ``order`` puts shards together, or says that they lie, the wrong way round, ``blocks``
+    begins blocks at the cut, ``alone`` makes scales of this rank's numbers."""
     if name is None:
         yield
         return
