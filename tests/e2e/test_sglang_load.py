@@ -98,7 +98,7 @@ def check(found: Load, least_kills: int) -> None:
     print(json.dumps({**found.report, "memory": found.report["memory"][:: max(1, len(found.report["memory"]) // 12)]}))
     kills, launcher = found.report["kills"], (found.run.logs / "launcher.log").read_text(encoding="utf-8")
     assert len(kills) >= least_kills and all(kill["away_s"] is not None for kill in kills)
-    assert launcher.count("restarting engine-0-") == len(kills), launcher
+    assert launcher.count("restarting engine-0-") == len(kills) and "restarting trainer" not in launcher, launcher
     worker = (found.run.logs / "rollout-0.log").read_text(encoding="utf-8")
     assert worker.count("is not used until it is back") >= len(kills), "no request noticed"
     assert sorted(found.run.read_endpoints().engines) == ["engine-0-0", "engine-0-evaluation"], "one came and one went"
