@@ -32,7 +32,7 @@ LEAST_KILLS = max(2, int(SECONDS // 150))
 """One waits for the server before it; on a busy machine that takes more than the minute."""
 GROWTH, ROOM = 0.03, 8 * 2**20
 """A process is growing that has more than this share, and more than these bytes, beyond what it had: medians of the
-last third of its measurements and of the first. The controller's index of the journal's newest segment is within that."""
+last third of its measurements and of the first. The index of the journal's newest segment takes less than that room."""
 
 
 @dataclass
