@@ -149,12 +149,8 @@ class Fleet(Engine):
 
     async def _place(self, session_id: str) -> Replica:
         """The episode's server; another one if that is not usable. EngineError if there is none in time."""
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait_for(lambda: self._closed or self.usable), self._patience_s)
-            except TimeoutError:
-                servers = ", ".join(self._replicas) or "an empty fleet"
-                raise EngineError(f"no server of {servers} was usable for {self._patience_s:g} s") from None
+        if not self._closed and not self._usable():
+            await self._until_usable()
         if self._closed:
             raise EngineError("the fleet was closed")
         placed = self._placed.get(session_id)
@@ -164,6 +160,14 @@ class Fleet(Engine):
             placed.sessions.add(session_id)
             self._placed[session_id] = placed
         return placed
+
+    async def _until_usable(self) -> None:
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(lambda: self._closed or self._usable()), self._patience_s)
+            except TimeoutError:
+                servers = ", ".join(self._replicas) or "an empty fleet"
+                raise EngineError(f"no server of {servers} was usable for {self._patience_s:g} s") from None
 
     def _is_overloaded(self, placed: Replica) -> bool:
         usable = self._usable()

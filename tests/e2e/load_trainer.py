@@ -250,7 +250,7 @@ class LoadTrainer:
         self._measured = now
         found = {"trajectories": self._trajectories}
         for child in psutil.Process(os.getppid()).children():
-            words = child.cmdline()
+            words = command_of(child)
             for role in ("rollout", "controller"):
                 if "megasao" in words and role in words:
                     found[role] = child.memory_full_info().pss

@@ -210,6 +210,7 @@ def routing(servers: list[RunningServer], log: Path) -> Iterator[str]:
 
 
 @needs_sglang
+@pytest.mark.full
 @pytest.mark.skipif(not has_router(), reason="SGLang's environment has no sglang-router")
 def test_a_router_may_choose_the_servers(world: World) -> None:
     """Episodes stay where it puts them; weights and health are still those of each server."""
