@@ -205,5 +205,5 @@ def test_a_model_with_the_tasks_vocabulary_plays_the_shipped_config(tmp_path):
     assert preflight(config, document)
     with Player(tmp_path / "model", config) as player:
         episodes = player.play(player.evaluation_leases(1.0), 0, {})
-    assert {episode.task for episode in episodes} == {"chain_sum", "gcd"}
+    assert {episode.task for episode in episodes} == {"rotate_matrix", "gcd"}
     assert all(episode.finish_reason in ("done", "max_tokens") for episode in episodes)
