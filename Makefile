@@ -55,8 +55,10 @@ demo: setup $(DEMO_MODEL)/config.json
 # The same with other tasks: two of reasoning-gym, and small repositories to be mended in the sandbox.
 demo-reasoning: TASK = reasoning_gym
 demo-code: TASK = code_agent
+demo-code: TOKENS = --spaces-apart
 demo-reasoning demo-code: setup sandbox extras
-	$(BIN)/python tools/make_task_model.py configs/laptop_$(TASK).yaml model.path=build/$(TASK)_model-$(SEED) --seed $(SEED)
+	$(BIN)/python tools/make_task_model.py configs/laptop_$(TASK).yaml \
+		model.path=build/$(TASK)_model-$(SEED) --seed $(SEED) $(TOKENS)
 	$(BIN)/megasao train configs/laptop_$(TASK).yaml model.path=build/$(TASK)_model-$(SEED) \
 		run.name=$(TASK)-$(SEED)-$(shell date +%Y%m%d-%H%M%S) run.seed=$(SEED) $(ARGS)
 

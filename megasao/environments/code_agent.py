@@ -14,7 +14,7 @@ Invariants:
 import random
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from megasao.environments.code_demonstrator import DONE, Habits, demonstrate
 from megasao.environments.code_tasks import SHIPPED, CodeTask, load_tasks
 from megasao.environments.code_tasks.variants import other_names, variant
 from megasao.environments.edits import HOW, Block, find_block, replaced
-from megasao.environments.options import read_options
+from megasao.environments.options import nearest, read_options
 from megasao.environments.python_tool import INTERPRETER, require_interpreter
 from megasao.environments.sandbox.contained import check_choice, chosen_sandbox
 from megasao.environments.sandbox.limits import SandboxLimits
@@ -60,8 +60,12 @@ class CodeAgentOptions:
     eval_tasks: str = ""
     """Directory of held-out tasks; empty holds one in four of ``tasks`` out, or with ``variants`` one in eight sets of
     names of every task."""
+    only: list[str] = field(default_factory=list)
+    """Names of the tasks of ``tasks`` that are used; none: all."""
     variants: bool = False
     """Each problem is a task with other names in its code (``names`` of the task), drawn by ``seed``."""
+    most_names: int = 0
+    """Only the first so many of a task's names are changed; 0: all."""
     seed: int = 0
     instructions: str = NOTE
     """What the model is told before the statement."""
@@ -88,6 +92,8 @@ class CodeAgentOptions:
         for name in ("time_s", "memory_mb", "output"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"environment.options.{name}: expected more than 0, got {getattr(self, name)}")
+        if self.most_names < 0:
+            raise ValueError(f"environment.options.most_names: expected 0 or more, got {self.most_names}")
         for name in ("gives_up", "remembers"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"environment.options.{name}: expected a share in [0, 1], got {getattr(self, name)}")
@@ -238,6 +244,12 @@ class CodeAgentEnvironment(Environment):
 
 def _split(options: CodeAgentOptions) -> Mapping[Split, list[CodeTask]]:
     tasks = _tasks("tasks", options.tasks)
+    known = [task.name for task in tasks]
+    if unknown := [name for name in options.only if name not in known]:
+        raise ValueError(f"environment.options.only: no task {unknown[0]!r}{nearest(str(unknown[0]), known)}")
+    tasks = [task for task in tasks if task.name in options.only or not options.only]
+    if options.most_names:
+        tasks = [replace(task, names=task.names[: options.most_names]) for task in tasks]
     if options.variants and (nameless := [task.name for task in tasks if not task.names]):
         raise ValueError(f"environment.options.variants: tasks without names: {', '.join(nameless)}")
     if options.eval_tasks:

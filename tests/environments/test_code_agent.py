@@ -107,6 +107,9 @@ def test_held_out_names_are_never_trained_on():
     assert all({task.name for task in found} == set(TASKS) for found in tasks.values())
     named = {split: {(task.name, task.names) for task in found} for split, found in tasks.items()}
     assert not named["train"] & named["eval"] and min(map(len, named.values())) > 200
+    few = CodeAgentEnvironment(CodeAgentOptions(**PLAIN, only=["word_wrap", "month_ends"], most_names=1))
+    assert [len(few.task("train", index).names) for index in range(4)] == [1] * 4
+    assert {few.task(split, index).name for split in tasks for index in range(8)} == {"word_wrap", "month_ends"}
     assert tasks["train"] != [other.task("train", index) for index in range(240)]
     held_out = {"".join(task.files[name] for name in sorted(task.files)) for task in tasks["eval"]}
     shown = [environment.demonstration(index, 0)[2].text for index in range(240)]
@@ -232,6 +235,8 @@ def test_tasks_that_are_none_are_named(tmp_path, text, message):
         ({"time_s": 0.0}, "time_s"),
         ({"tasks": "absent"}, "tasks"),
         ({"gives_up": 2.0}, "gives_up"),
+        ({"most_names": -1}, "most_names"),
+        ({"only": ["word_warp"]}, "only: no task 'word_warp' .*did you mean 'word_wrap'"),
         ({"remembers": 0.5}, "remembers: without variants"),
     ],
 )

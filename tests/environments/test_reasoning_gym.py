@@ -193,6 +193,7 @@ def test_a_model_with_the_tasks_vocabulary_plays_the_shipped_config(tmp_path):
     from pathlib import Path
 
     from megasao.config.load import load_with_places
+    from megasao.environments.encoding import TokenizerCodec
     from megasao.launch.preflight import preflight
     from megasao.studies.play import Player
 
@@ -201,9 +202,13 @@ def test_a_model_with_the_tasks_vocabulary_plays_the_shipped_config(tmp_path):
     changes = [f"model.path={tmp_path / 'model'}", "evaluation.problems=6", "environment.options.sandbox=none"]
     tool = runpy.run_path(str(root / "tools" / "make_task_model.py"))
     tool["main"]([config_file, *changes, "--hidden", "32", "--layers", "1", "--experts", "0"])
+    codec = TokenizerCodec.from_directory(tmp_path / "model")
+    for text in ("<answer>12</answer>", "sh: 1: quixotic: not found\n", "Divisors"):  # words that no problem has, too
+        assert codec.decode(codec.encode(text)) == text
+    assert len(codec.encode(" Divisor")) == 1 and len(codec.encode("quixotic")) > 1
     config, document = load_with_places(config_file, changes)
     assert preflight(config, document)
     with Player(tmp_path / "model", config) as player:
         episodes = player.play(player.evaluation_leases(1.0), 0, {})
-    assert {episode.task for episode in episodes} == {"chain_sum", "gcd"}
+    assert {episode.task for episode in episodes} == {"rotate_matrix", "gcd"}
     assert all(episode.finish_reason in ("done", "max_tokens") for episode in episodes)
