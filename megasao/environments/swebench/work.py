@@ -28,12 +28,8 @@ MAX_PATCH = 4 << 20
 MAX_LOG = 32 << 20
 PREPARE_TIMEOUT_S = 600.0
 
-_WHO = "-c user.name=base -c user.email=base@localhost"
-
 # The files come on standard input.
-_UNPACK = (
-    f"tar -xf - --no-same-owner && git init -q && git add -A -f && git {_WHO} commit -q -m base && git rev-parse HEAD"
-)
+_UNPACK = "tar -xf - --no-same-owner && git init -q && git add -A -f && git commit -q -m base && git rev-parse HEAD"
 
 # A clone of depth 1 has the objects of one commit; its .git takes the place of the image's.
 _SHALLOW = """set -e
