@@ -261,6 +261,38 @@ def test_what_shares_the_hosts_processes_or_network_runs_nothing(monkeypatch, ru
         asyncio.run(body())
 
 
+def test_what_stands_around_enroot_isolates_by_itself(tmp_path, monkeypatch):
+    """With a stand-in that only runs its command: processes and network are those of unshare, the limits prlimit's."""
+    if subprocess.run([*runtimes._NAMESPACES, "true"], capture_output=True).returncode != 0:
+        pytest.skip("unshare makes no user namespace here")
+    (tmp_path / "enroot").write_text('#!/bin/sh\n[ "$1" = version ] && exit\nshift 3\nexec "$@"\n')
+    (tmp_path / "enroot").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    runtimes._why_not.cache_clear()
+    container = Container("enroot", "IMAGE", str(tmp_path), LIMITS)
+
+    async def body():
+        try:
+            await container.start()
+            return [
+                await container.run(script, time_s=3.0)
+                for script in (
+                    "cat /proc/net/dev | grep -c :; ls /proc | grep -c '^[0-9]'",
+                    "ulimit -v; setsid sleep 543 & sleep 543",
+                    "cat /proc/[0-9]*/comm 2>/dev/null | grep -c sleep",
+                )
+            ]
+        finally:
+            await container.close()
+
+    seen, slow, gone = asyncio.run(body())
+    runtimes._why_not.cache_clear()
+    interfaces, processes = map(int, seen.output.split())
+    assert interfaces == 1 and processes < 9
+    assert slow.stopped_by == "time" and slow.output.startswith("262144\n") and gone.output == "0\n"
+    assert not list(sleepers())
+
+
 def test_a_runtime_that_hands_its_environment_on_gets_little_of_it(monkeypatch):
     monkeypatch.setenv("MEGASAO_TEST_SECRET", "1")
     monkeypatch.setenv("ENROOT_DATA_PATH", "/data")
