@@ -62,6 +62,14 @@ def test_a_server_gives_the_answers_of_the_embedded_engine(place, tmp_path):
     assert not servers()
 
 
+def test_what_one_node_cannot_serve_is_refused(place, tmp_path):
+    config = configured(place, "sglang")
+    wide = config.model_copy(update={"slurm": config.slurm.model_copy(update={"nodes_per_server": 4})})
+    with pytest.raises(UserError, match=r"slurm\.nodes_per_server: 4, and an evaluation has one node"):
+        run_evaluation(wide, subject(wide, None, None), choose("amc23"), tmp_path, lambda line: None)
+
+
+@pytest.mark.full
 def test_a_server_that_does_not_come_up_is_said_with_its_last_words(place, tmp_path):
     config = configured(place, "sglang", no_such_argument=1)
     with pytest.raises(
