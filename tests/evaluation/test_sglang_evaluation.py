@@ -8,6 +8,7 @@ import pytest
 
 from megasao.config.errors import UserError
 from megasao.config.load import load_config
+from megasao.config.slurm import SlurmConfig
 from megasao.evaluation.command import choose, run_evaluation, subject
 from megasao.evaluation.records import ResultDirectory
 from tests.benchmark_rows import write_rows
@@ -64,7 +65,7 @@ def test_a_server_gives_the_answers_of_the_embedded_engine(place, tmp_path):
 
 def test_what_one_node_cannot_serve_is_refused(place, tmp_path):
     config = configured(place, "sglang")
-    wide = config.model_copy(update={"slurm": config.slurm.model_copy(update={"nodes_per_server": 4})})
+    wide = config.model_copy(update={"slurm": SlurmConfig.model_construct(nodes_per_server=4)})
     with pytest.raises(UserError, match=r"slurm\.nodes_per_server: 4, and an evaluation has one node"):
         run_evaluation(wide, subject(wide, None, None), choose("amc23"), tmp_path, lambda line: None)
 
