@@ -55,6 +55,11 @@ async def _served(config: Config, checkpoint: Path) -> AsyncIterator[Engine]:
     from megasao.rollout.engines.sglang import SGLangEngine
 
     options, longest = config.rollout.sglang, config.benchmarks.max_tokens
+    if config.slurm is not None and config.slurm.nodes_per_server > 1:
+        raise ValueError(
+            f"slurm.nodes_per_server: {config.slurm.nodes_per_server}, and an evaluation has one node; choose "
+            "rollout.sglang.server_args that fit one, and slurm.nodes_per_server=1"
+        )
     problem = model_problem(options, json.loads((checkpoint / "config.json").read_text()), max_tokens=longest)
     if problem is not None:
         raise ValueError(f"rollout.engine: {problem}")

@@ -17,6 +17,7 @@ from megasao.environments.swebench.environment import SwebenchEnvironment, Swebe
 from megasao.environments.swebench.rows import load_instances
 from megasao.environments.swebench.tests import (
     all_pass,
+    read_matplotlib,
     read_pytest,
     read_pytest_short_paths,
     read_sympy,
@@ -294,6 +295,7 @@ def test_logs_of_tests_are_read():
         "a.py::t[/y.py]": "PASSED",
         "a.py::u[//h/x]": "FAILED",
     }
+    assert read_matplotlib("PASSED a.py::t[MouseButton.LEFT]\n") == {"a.py::t[1]": "PASSED"}
     assert read_unittest(UNITTEST_LOG) == {
         "test_a (x.Y)": "PASSED",
         "test_b (x.Y)": "PASSED",

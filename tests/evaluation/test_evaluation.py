@@ -10,6 +10,7 @@ from megasao.cli import app
 from megasao.config.errors import UserError
 from megasao.config.load import load_config
 from megasao.config.rundir import RunDirectory
+from megasao.environments.benchmarks.background import background_benchmarks
 from megasao.environments.benchmarks.sources import fingerprint, locate
 from megasao.environments.benchmarks.table import BENCHMARKS, markdown_table
 from megasao.environments.rows import load_problems
@@ -120,6 +121,16 @@ def test_swebench_is_measured_by_what_the_model_did(place, tmp_path):
     [summary] = [line for line in said if "mean@8" in line]
     assert f"{100 * sum(record.reward for record in stack) / 32:.1f} [" in summary
     assert "pass@1" in "".join(said) and "pass@8" in "".join(said) and "maj@" not in "".join(said)
+
+
+def test_swebench_is_measured_in_the_background_of_a_run_too(place):
+    overrides = ['evaluation.benchmarks=["swebench_verified"]', "environment.max_tokens=1000"]
+    settings = {"data": str(place / "data"), "samples": 2, "max_tokens": 1000, "swebench": small_site(place)}
+    overrides += [f"benchmarks.{name}={json.dumps(value)}" for name, value in settings.items()]
+    found = background_benchmarks(load_config(LAPTOP, [f"model.path={place / 'model'}", *overrides]))
+    benchmark = found["swebench_verified"]
+    assert benchmark.responses == 8 and (benchmark.limits.max_turns, benchmark.limits.max_tokens) == (300, 1000)
+    assert benchmark.environment.prompt("eval", benchmark.problem(5)).prompt_id == "swebench/eval/tiny__words-2"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from megasao.config.errors import UserError
 from megasao.config.load import load_config
+from megasao.config.slurm import SlurmConfig
 from megasao.evaluation.command import choose, run_evaluation, subject
 from megasao.evaluation.records import ResultDirectory
 from tests.benchmark_rows import write_rows
@@ -62,6 +63,14 @@ def test_a_server_gives_the_answers_of_the_embedded_engine(place, tmp_path):
     assert not servers()
 
 
+def test_what_one_node_cannot_serve_is_refused(place, tmp_path):
+    config = configured(place, "sglang")
+    wide = config.model_copy(update={"slurm": SlurmConfig.model_construct(nodes_per_server=4)})
+    with pytest.raises(UserError, match=r"slurm\.nodes_per_server: 4, and an evaluation has one node"):
+        run_evaluation(wide, subject(wide, None, None), choose("amc23"), tmp_path, lambda line: None)
+
+
+@pytest.mark.full
 def test_a_server_that_does_not_come_up_is_said_with_its_last_words(place, tmp_path):
     config = configured(place, "sglang", no_such_argument=1)
     with pytest.raises(

@@ -41,7 +41,8 @@ _WATCH_S = 0.1
 # next line is the next command.
 LOOP = r"""
 cd "$1" || exit 125
-export PYTHONDONTWRITEBYTECODE=1 GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0='*'
+export PYTHONDONTWRITEBYTECODE=1 GIT_CONFIG_COUNT=3 GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0='*'
+export GIT_CONFIG_KEY_1=user.name GIT_CONFIG_VALUE_1=agent GIT_CONFIG_KEY_2=user.email GIT_CONFIG_VALUE_2=agent
 shell=$(command -v bash || echo sh)
 printf 'ready %s %s\n' "$(readlink /proc/self/ns/pid)" "$(readlink /proc/self/ns/net)"
 while read -r token seconds script_bytes input_bytes; do
@@ -112,7 +113,7 @@ class Container:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
-            cwd="/",
+            cwd="/" if self.runtime == "bubblewrap" else None,  # where images that are files may lie
             **options,
         )
         if self._reaper is not None:
@@ -120,12 +121,12 @@ class Container:
             self._reaper.stdin.write(f"{self._process.pid}\n".encode())
         self._complaints = asyncio.create_task(_drain(self._process.stderr))
         try:
-            words = (await asyncio.wait_for(self._read_line(), START_TIMEOUT_S)).split()
+            namespaces = await asyncio.wait_for(self._namespaces(), START_TIMEOUT_S)
         except TimeoutError:
             raise ContainerFailure(f"{self._spot.image}: not started in {START_TIMEOUT_S:g} s") from None
-        if len(words) != 3 or words[0] != "ready":
+        if len(namespaces) != 2:
             raise await self._lost("did not start")
-        shared = [kind for kind, word in zip(("pid", "net"), words[1:], strict=True) if _is_ours(kind, word)]
+        shared = [kind for kind, word in zip(("pid", "net"), namespaces, strict=True) if _is_ours(kind, word)]
         if shared and self.runtime != "none":
             raise ContainerFailure(f"{self.runtime} shares its {' and '.join(shared)} namespace with the host")
 
@@ -232,9 +233,13 @@ class Container:
                     code += await process.stdout.read(1 << 10) or b"\n"
                 return bytes(kept), cut, int(code)
 
-    async def _read_line(self) -> str:
+    async def _namespaces(self) -> list[str]:
+        """Those of processes and of network, as the loop says them; fewer if it ends, or cannot see them."""
         assert self._process is not None and self._process.stdout is not None
-        return (await self._process.stdout.readline()).decode(errors="replace")
+        while line := await self._process.stdout.readline():  # some runtimes greet first
+            if line.startswith(b"ready "):
+                return line.decode(errors="replace").split()[1:]
+        return []
 
     async def _lost(self, what: str) -> ContainerFailure:
         """The failure, with what the runtime said about it."""

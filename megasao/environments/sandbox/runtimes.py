@@ -92,6 +92,8 @@ def first_with_images() -> Runtime:
 @functools.cache
 def _why_not(runtime: Runtime) -> str | None:
     program = _PROGRAM.get(runtime, runtime)
+    if runtime == "pyxis" and "SLURM_JOB_ID" not in os.environ:
+        return "it runs steps of a Slurm job, and this is none"
     if shutil.which(program) is None:
         return f"{program} is not in PATH"
     try:
@@ -231,5 +233,6 @@ def variables(runtime: Runtime) -> dict[str, str]:
         return {"PATH": os.environ.get("PATH", os.defpath)}
     if runtime == "enroot":  # which hands its own environment on
         known = ("PATH", "HOME", "USER", "TMPDIR")
-        return {k: v for k, v in os.environ.items() if k in known or k.startswith(("XDG_", "ENROOT_"))}
+        kept = {k: v for k, v in os.environ.items() if k in known or k.startswith(("XDG_", "ENROOT_"))}
+        return {**kept, "ENROOT_MOUNT_HOME": "no"}
     return dict(os.environ)

@@ -45,6 +45,11 @@ def read_pytest_short_paths(log: str) -> dict[str, str]:
     return {_short_path(name): status for name, status in read_pytest(log).items()}
 
 
+def read_matplotlib(log: str) -> dict[str, str]:
+    """As ``read_pytest``; the published names have the numbers of mouse buttons, as older versions write them."""
+    return read_pytest(log.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3"))
+
+
 def read_unittest(log: str) -> dict[str, str]:
     """By test, or by the first line of its description, from ``unittest -v`` and Django's runner."""
     found: dict[str, str] = {}
@@ -92,7 +97,7 @@ _DJANGO = "./tests/runtests.py --verbosity 2"
 _RUNS: dict[str, TestRun] = {
     "astropy/astropy": TestRun("pytest -rA", read_pytest, f"{_INSTALL} -e ."),
     "django/django": TestRun(f"{_DJANGO} --settings=test_sqlite --parallel 1", read_unittest),
-    "matplotlib/matplotlib": TestRun("pytest -rA", read_pytest, f"{_INSTALL} -e ."),
+    "matplotlib/matplotlib": TestRun("pytest -rA", read_matplotlib, f"{_INSTALL} -e ."),
     "mwaskom/seaborn": TestRun("pytest --no-header -rA", read_pytest),
     "pallets/flask": TestRun("pytest -rA", read_pytest),
     "psf/requests": TestRun("pytest -rA", read_pytest_short_paths, f"{_INSTALL} ."),

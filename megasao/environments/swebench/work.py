@@ -28,12 +28,8 @@ MAX_PATCH = 4 << 20
 MAX_LOG = 32 << 20
 PREPARE_TIMEOUT_S = 600.0
 
-_WHO = "-c user.name=base -c user.email=base@localhost"
-
 # The files come on standard input.
-_UNPACK = (
-    f"tar -xf - --no-same-owner && git init -q && git add -A -f && git {_WHO} commit -q -m base && git rev-parse HEAD"
-)
+_UNPACK = "tar -xf - --no-same-owner && git init -q && git add -A -f && git commit -q -m base && git rev-parse HEAD"
 
 # A clone of depth 1 has the objects of one commit; its .git takes the place of the image's.
 _SHALLOW = """set -e
@@ -113,8 +109,8 @@ async def judge(site: Site, instance: Instance, patch: bytes) -> Verdict:
 async def _tested(container: Container, site: Site, instance: Instance) -> Verdict:
     run, mark = test_run(instance), secrets.token_hex(16)
     wanted = " ".join(map(shlex.quote, targets(instance)))
-    # In pieces, so that a command which shows itself does not show the mark.
-    script = f"{ACTIVATE}{run.install or ':'}\necho '{mark[:16]}''{mark[16:]}'\n{run.command} {wanted}"
+    # In pieces, so that a shell which shows its commands does not show the mark. What comes after it is the work's.
+    script = f"{ACTIVATE}echo '{mark[:16]}''{mark[16:]}'\n{run.install or ':'}\n{run.command} {wanted}"
     log = await container.capture(script, time_s=site.test_time_s, output_bytes=MAX_LOG)
     text = log.output.decode(errors="replace")
     _, began, tests = text.partition(mark)
