@@ -47,6 +47,7 @@ def test_a_whole_job(whole: jobs.Job, cluster: Cluster) -> None:
     shown = describe_status(whole.run, load_config(whole.run.config))
     assert f"{jobs.STEPS} of {jobs.STEPS}, weight version {jobs.STEPS - 1}" in shown
     assert f"{whole.number}: finished" in shown and "restarting rollout-1" in shown
+    assert "2 embedded in rollout workers show signs of life; rollout-1 started again 1x" in shown
 
 
 def check_environment(job: jobs.Job) -> None:

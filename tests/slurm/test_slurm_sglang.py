@@ -7,7 +7,9 @@ from typing import Any
 import psutil
 import pytest
 
+from megasao.config.load import load_config
 from megasao.observability.jsonl import read_metrics
+from megasao.observability.status import describe_status
 from megasao.transport.keys import load_server_key
 from tests.e2e import runs
 from tests.engines.sglang_server import PYTHON, ask, needs_sglang
@@ -73,6 +75,8 @@ def test_a_job_with_servers_and_one_that_is_killed(served: jobs.Job, cluster: Cl
     off = [line["actor/current_log_ratio_abs_max"] for line in job.steps[1:]]
     moved = [abs(line["actor/grad_norm"]) for line in job.steps[1:]]
     assert max(off) < 1e-4 and min(moved) > 0, (off, moved)
+    shown = describe_status(job.run, load_config(job.run.config))
+    assert "of 2 SGLang servers show signs of life; engine-0-0 started again 1x" in shown
     first, *_, last = read_metrics(job.run.evaluations)
     assert (first["newest_version"], last["oldest_version"], last["newest_version"]) == (0, STEPS - 1, STEPS - 1)
     job.wait_until_gone()
