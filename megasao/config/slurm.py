@@ -42,8 +42,8 @@ class SlurmConfig(Section):
     check_timeout_s: float = Field(
         45.0,
         gt=0,
-        description="Longest check of the nodes before anything starts; what a node that hangs still runs is ended in at "
-        "most 15 s more.",
+        description="Longest check of the nodes before anything starts; what a node that hangs still runs is ended in "
+        "at most 15 s more.",
     )
 
     def ranks_on_a_node(self) -> int:

@@ -116,7 +116,6 @@ def test_dead_nodes_of_a_server_and_of_a_trainer(cluster: Cluster, sparse_model:
         sparse_model,
         loop={"steps": 1000},
         checkpoint={"every": 1},
-        evaluation={"problems": 1},
     )
     job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
     dead: list[str] = []
@@ -129,8 +128,8 @@ def test_dead_nodes_of_a_server_and_of_a_trainer(cluster: Cluster, sparse_model:
             job.start_again_now()
         wait_for_steps_of_start(job, 3)
         assert not {*dead} & {*job.history[-1].nodes}, "a dead node was used again"
-        off = [line["actor/current_log_ratio_abs_max"] for line in job.steps if line["actor/tokens"]]
-        assert max(off) < 1e-4, off
+        off = [line.get("actor/current_log_ratio_abs_max") for line in job.steps]
+        assert max(each for each in off if each is not None) < 1e-4, "servers did not have the step's weights"
         cluster.call("scancel", job.number)
         job.wait_for("CANCELLED")
         wait_until(lambda: not [one for one in job.left_over() if on_node(one) not in dead], 30, job.explain)
