@@ -100,6 +100,7 @@ def test_a_preempted_job_with_servers_ends_alike(
     assert job.state == "COMPLETED", job.explain()
     assert job.events == ["started", "requeued", "started", "finished"]
     runs.check_books(job.run, STEPS)
+    served.wait_for("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", seconds=START_S)
     assert jobs.batches(job) == jobs.batches(served)
     for ours, theirs in zip(job.steps, served.steps, strict=True):
         assert jobs.results(ours) == pytest.approx(jobs.results(theirs), rel=2e-3, abs=2e-4)
