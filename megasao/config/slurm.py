@@ -39,7 +39,12 @@ class SlurmConfig(Section):
         description="Seconds before the limit at which the run saves a checkpoint and requeues itself; longer than the "
         "longest training step and the writing of a checkpoint together.",
     )
-    check_timeout_s: float = Field(60.0, gt=0, description="Longest check of the nodes before anything starts.")
+    check_timeout_s: float = Field(
+        45.0,
+        gt=0,
+        description="Longest check of the nodes before anything starts; what a node that hangs still runs is ended in "
+        "at most 15 s more.",
+    )
 
     def ranks_on_a_node(self) -> int:
         """Trainer processes of a full node."""

@@ -21,7 +21,7 @@ from megasao.config.rundir import Endpoints, RunDirectory, write_atomically
 from megasao.launch.process import Guardian, RoleProcess, describe_exit, tail
 from megasao.slurm.allocation import Allocation
 from megasao.slurm.plan import CONTROLLER, CRITIC, ROLLOUT, TRAINER, JobPlan
-from megasao.slurm.report import PORTS, SGLANG, Expected, NodeReport, expected_path, read_reports
+from megasao.slurm.report import OPERATORS, PORTS, SGLANG, Expected, NodeReport, expected_path, read_reports
 from megasao.slurm.site import Site
 from megasao.slurm.steps import Steps
 
@@ -110,7 +110,7 @@ def problems_of(reports: list[NodeReport]) -> list[str]:
     """What nodes say of themselves, and in what they differ from most others."""
     found = [f"{report.node}: {problem}" for report in reports for problem in report.problems]
     for name in dict.fromkeys(name for report in reports for name in report.facts):
-        those = [report for report in reports if name != SGLANG or report.component == ROLLOUT]
+        those = [report for report in reports if _has(report.component, name)]
         values = Counter(report.facts.get(name, "unknown") for report in those)
         usual, count = values.most_common(1)[0]
         for report in those:
@@ -121,6 +121,11 @@ def problems_of(reports: list[NodeReport]) -> list[str]:
         if abs(skew := report.clock_s - clocks[len(clocks) // 2]) > LARGEST_SKEW_S:
             found.append(f"{report.node}: its clock differs by {skew:.1f} s from most others")
     return found
+
+
+def _has(component: int, fact: str) -> bool:
+    """Whether nodes of a component must know a fact."""
+    return {SGLANG: component == ROLLOUT, OPERATORS: component != CONTROLLER}.get(fact, True)
 
 
 def _ask(run: RunDirectory, plan: JobPlan, site: Site, config: Config, timeout_s: float) -> str:

@@ -54,7 +54,7 @@ class Job:
         """The job that this process runs in. UserError if it does not fit ``config``, or the site cannot be."""
         site, plan = read_site(environment), plan_job(config)
         allocation = read_allocation(environment)
-        refuse_missing_plugin(site, slurm_command("srun", "--help"))
+        refuse_missing_plugin(site, lambda: slurm_command("srun", "--help"))
         refuse_what_does_not_fit(plan, allocation, remedy=REMEDY)
         config = config.model_copy(update={"transport": config.transport.model_copy(update={"curve": True})})
         run = absolute(Path(config.run.directory) / config.run.name)

@@ -25,7 +25,7 @@ from megasao.config.sglang import SGLangConfig
 from megasao.launch.about import PACKAGES
 from megasao.launch.ports import free_ports
 from megasao.slurm.plan import CONTROLLER, ROLLOUT
-from megasao.slurm.report import PORTS, SGLANG, Expected, NodeReport, expected_path, write_report
+from megasao.slurm.report import OPERATORS, PORTS, SGLANG, Expected, NodeReport, expected_path, write_report
 
 LEAST_FILES = 1024
 """Open files that a process must be allowed: sockets of a large world."""
@@ -55,7 +55,11 @@ def check_node(run: RunDirectory, component: int) -> NodeReport:
         index=int(os.environ.get("SLURM_PROCID", "0")),
         address=address,
         ports=_found(problems, lambda: free_ports(count, address), []) if address else [],
-        facts={**facts(), **(_sglang(expected, problems) if servers else {})},
+        facts={
+            **facts(),
+            **({OPERATORS: _operators()} if component != CONTROLLER else {}),
+            **(_sglang(expected, problems) if servers else {}),
+        },
         clock_s=_found(problems, lambda: clock_offset_s(run), 0.0),
         problems=[*problems, *_limits(), *_torch(component, expected.gpus[component])],
     )
@@ -89,14 +93,14 @@ def node_name() -> str:
 
 
 def facts() -> dict[str, str]:
-    """What must be the same on every node: versions of Python and of what a role imports, and the operators' file."""
+    """What must be the same on every node: the versions of Python and of what a role imports."""
     found = {"megasao": megasao.__version__, "python": platform.python_version()}
-    found |= {name: _version(name) for name in (*PACKAGES, *_IMPORTED_TOO)}
-    return found | {"compiled operators": _digest(Path(megasao.__file__).with_name("_fused.abi3.so"))}
+    return found | {name: _version(name) for name in (*PACKAGES, *_IMPORTED_TOO)}
 
 
-def _digest(file: Path) -> str:
-    """The first digits of a file's checksum."""
+def _operators() -> str:
+    """The first digits of the checksum of the compiled operators' file."""
+    file = Path(megasao.__file__).with_name("_fused.abi3.so")
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
     except FileNotFoundError:

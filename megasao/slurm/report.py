@@ -10,7 +10,9 @@ from megasao.config.rundir import RunDirectory, write_atomically
 PORTS = 5
 """Free ports that each node offers: for the controller, for weights, and for the rendezvous of each stage's ranks."""
 SGLANG = "sglang"
-"""The one fact that only rollout nodes have."""
+"""A fact that only rollout nodes have."""
+OPERATORS = "compiled operators"
+"""A fact that the controller's node has not."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,10 +76,10 @@ def read_site(environment: Mapping[str, str] = os.environ) -> Site:
     )
 
 
-def refuse_missing_plugin(site: Site, srun_help: str) -> None:
+def refuse_missing_plugin(site: Site, srun_help: Callable[[], str]) -> None:
     """UserError where steps are to run in containers of a plugin (pyxis) whose options ``srun --help`` lacks."""
     asked = [word.partition("=")[0] for word in site.srun_args if word.startswith("--container-")]
-    known = set(re.findall(r"--container-[a-z-]+", srun_help))
+    known = set(re.findall(r"--container-[a-z-]+", srun_help())) if asked else set()
     if unknown := [option for option in asked if option not in known]:
         raise UserError(
             f"MEGASAO_SRUN_ARGS: srun on {socket.gethostname()} does not know {', '.join(unknown)}: the plugin pyxis "

@@ -214,6 +214,11 @@ def test_info_names_versions_and_what_would_be_used() -> None:
     assert "plain torch reference" in result.stdout or "fused: CPU" in result.stdout
 
 
+def test_a_cluster_job_is_shown_in_one_form() -> None:
+    result = megasao("slurm", LAPTOP, "slurm.rollout_nodes=1", "--arguments", "--header")
+    assert result.returncode == 2 and "give one of them" in result.stderr
+
+
 def test_help_lists_every_command() -> None:
     result = megasao("--help")
     for command in ("check", "train", "sft", "report", "info", "controller", "rollout", "engine", "trainer"):

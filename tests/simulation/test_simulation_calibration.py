@@ -18,7 +18,8 @@ from megasao.simulation.calibrate import calibrated, measured
 from megasao.simulation.command import outcomes, predict
 from megasao.simulation.fleet import SimulatedFleet
 from megasao.simulation.lengths import Lengths, Shape, Turn, of_run
-from megasao.simulation.rates import Line, Rates, Work
+from megasao.simulation.pace import _ratios
+from megasao.simulation.rates import Line, Pace, Rates, TrainingRates, Work
 from megasao.trajectories.journal import Journal
 from megasao.trajectories.schema import Trajectory, to_batch
 
@@ -34,6 +35,7 @@ RATES = make_rates(
     delivery=0.01,
 )
 EPISODES = 140
+SLOW = TrainingRates(values=Line(0.0, 1e-4), critic=Line(0.0, 6e-4), actor=Line(0.0, 5e-4), overhead=0.0, publish=0.02)
 
 
 def lengths(seed: int) -> Shape:
@@ -55,12 +57,13 @@ def write_run(path: Path, config: Config, rates: Rates = RATES) -> RunDirectory:
     training, trainer, engines, progress = rates.training, [], [], 0.0
     for number, step in enumerate(steps):
         moves = number >= config.warmup_steps
+        pace = rates.pace.of_training(number / len(steps))
         row = {
             "time": 1000.0 + step.ended,
             "step": number,
             "time/wait": step.began - step.asked,
-            "time/values": training.values.seconds(step.tokens),
-            "time/critic": 2 * training.critic.seconds(step.tokens),
+            "time/values": pace * training.values.seconds(step.tokens),
+            "time/critic": pace * 2 * training.critic.seconds(step.tokens),
             "time/publish": training.publish if moves else 0.0,
             "time/transfer": rates.transfer,
             "time/step": step.ended - step.asked,
@@ -68,7 +71,7 @@ def write_run(path: Path, config: Config, rates: Rates = RATES) -> RunDirectory:
             "data/total_tokens": step.tokens / step.trajectories,
             "data/trajectories": float(step.trajectories),
         }
-        trainer.append(row | ({"time/actor": training.actor.seconds(step.tokens)} if moves else {}))
+        trainer.append(row | ({"time/actor": pace * training.actor.seconds(step.tokens)} if moves else {}))
         # An engine that decodes 10 and 20 requests by turns, and is at work all the time.
         decode_steps, tokens = 10 * number, 100 * number + 100 * (number // 2)
         progress = decode_steps * rates.engine.step + tokens * rates.engine.step_per_request
@@ -182,6 +185,25 @@ def test_a_run_at_other_speeds_is_not(run: RunDirectory, tmp_path: Path) -> None
     other = write_run(tmp_path / "other", config_of(), replace(RATES, training=replace(RATES.training, overhead=0.4)))
     predicted, found = prediction(other, run)[-1]
     assert predicted != pytest.approx(found, rel=0.15)
+
+
+def test_a_run_whose_speed_changes_is_predicted_from_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first half is bound by the engine, its second by the trainer: with mean rates neither would ever wait."""
+    pace = Pace(training=(*[0.1] * 4, *[1.5] * 4))
+    one = write_run(tmp_path / "one", config_of(steps=60), replace(RATES, training=SLOW, pace=pace))
+    *_, time = prediction(one, one)
+    assert time[0] == pytest.approx(time[1], rel=0.05)
+    found = calibrated(one, config_of(steps=60)).pace.training
+    fast, slow = fmean(found[2:14]), fmean(found[16:])
+    assert len(found) == 30 and slow / fast == pytest.approx(15, rel=0.1)
+    monkeypatch.setattr("megasao.simulation.calibrate.pace_of", lambda *_: Pace())
+    *_, time = prediction(one, one)
+    assert time[0] < 0.85 * time[1], "constant rates would do"
+
+
+def test_a_part_without_measurements_is_between_its_neighbours() -> None:
+    assert _ratios(4, [0, 0, 3], [2.0, 4.0, 9.0], [1.0, 2.0, 2.0]) == pytest.approx((2.0, 2 + 2.5 / 3, 2 + 5 / 3, 4.5))
+    assert _ratios(4, [], [], []) == (1.0,)
 
 
 def without(name: str) -> Callable[[dict[str, float]], dict[str, float]]:

@@ -1,6 +1,7 @@
 """Small fleets whose every time is known in closed form."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from megasao.simulation.clock import Clock
 from megasao.simulation.engine import SimulatedEngine
 from megasao.simulation.lengths import Turn
 from megasao.simulation.outcome import outcome
-from megasao.simulation.rates import EngineRates, Line
+from megasao.simulation.rates import EngineRates, Line, Pace
 
 
 def seconds_of_steps(fleet):
@@ -38,6 +39,15 @@ def test_a_synchronous_step_is_the_sum_of_its_parts():
     first, *later = seconds_of_steps(make_fleet(make_config(loop={"mode": "sync"}), everything()))
     assert first == pytest.approx(generation + 0.5 + training)
     assert later == pytest.approx([1.5 + 0.25 + generation + 0.5 + training] * 9)
+
+
+def test_a_slow_machine_takes_longer_for_its_part():
+    """Twice as long for what engines do, three times for training, in the second half of the run."""
+    generation, training = 4 * 0.1 + 10 * (0.1 + 4 * 0.05), 1.0 + 0.25 + 2 * 0.5 + 2.0
+    rates = replace(everything(), pace=Pace(training=(1.0, 3.0), engine=(1.0, 2.0)))
+    _, *later = seconds_of_steps(make_fleet(make_config(loop={"mode": "sync"}), rates))
+    rest = 1.5 + 0.25 + 0.5 + 0.25
+    assert later == pytest.approx([rest + generation + training] * 4 + [rest + 2 * generation + 3 * training] * 5)
 
 
 def test_the_numbers_of_a_synchronous_run():

@@ -12,9 +12,11 @@ import psutil
 import yaml
 
 from megasao.config.rundir import RunDirectory
+from megasao.controller.state import parse_lease_id
 from megasao.observability.history import Event, read_history
 from megasao.observability.jsonl import read_metrics
 from megasao.studies.tiny_model import write_tokenizer
+from tests.e2e import runs
 from tests.megatron.tiny_families import write_tiny_family
 from tests.slurm.cluster import Cluster, wait_until
 
@@ -168,6 +170,21 @@ class Job:
         time.sleep(SETTLE_S)
         for component in range(components):
             self.cluster.call("scontrol", "update", f"jobid={self.number}+{component}", "StartTime=now")
+
+
+def batches(job: Job) -> dict[int, set[int]]:
+    """Which problems each step was trained on."""
+    found = {}
+    for record in runs.read_ledger(job.run):
+        if isinstance(record, runs.Batch):
+            found[record.step] = {key.index for name in record.trajectory_ids if (key := parse_lease_id(name))}
+    return found
+
+
+def results(line: dict[str, Any]) -> dict[str, float]:
+    """What a step computed, without times and speeds."""
+    kept = ("actor/", "critic/", "reward/", "data/")
+    return {name: value for name, value in line.items() if name.startswith(kept) and value is not None}
 
 
 def _variable(process: psutil.Process, name: str) -> str | None:

@@ -55,6 +55,7 @@ def test_a_good_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_reports(run, "abc") == [report]
     assert read_reports(run, "of another launch") == []
     assert sorted(file.name for file in (tmp_path / "nodes").iterdir()) == ["1-n7.json", "expected.json"]
+    assert "compiled operators" not in check_node(run, 0).facts
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_nodes_that_differ_are_named() -> None:
     other = {"python": "3.11.7", "msgspec": "0.18.0"}
     assert problems_of(reports(facts=other)) == ["n1: msgspec 0.18.0, but 0.19.0 on 2 of 3 nodes"]
     assert problems_of(reports(facts={"python": "3.11.7"})) == ["n1: msgspec unknown, but 0.19.0 on 2 of 3 nodes"]
-    for name in ("python", "torch", "compiled operators"):
+    for name in ("python", "torch"):
         differs = [replace_fact(node, name, "a" if node.node == "n1" else "b") for node in reports()]
         assert problems_of(differs) == [f"n1: {name} a, but b on 2 of 3 nodes"]
     assert problems_of(reports(clock_s=LARGEST_SKEW_S - 1)) == []
@@ -216,6 +217,14 @@ def test_the_addresses_of_servers() -> None:
     assert (second.role, second.url) == (f"{names[0]}.1", both.followers[names[0]][0])
     assert first.world == {"nnodes": 2, "node_rank": 0, "dist_init_addr": "[fd00::0]:6006"}
     assert second.world == {**first.world, "node_rank": 1}
+
+
+def test_operators_of_another_build_are_told() -> None:
+    here = [*reports(), NodeReport("r3", 2, "abc", 1, "10.0.0.3", [], reports()[2].facts)]
+    here[1:] = [replace_fact(node, "compiled operators", "abc") for node in here[1:]]
+    assert problems_of(here) == [], "the controller has no use for them"
+    here[2] = replace_fact(here[2], "compiled operators", "not built")
+    assert problems_of(here) == ["n2: compiled operators not built, but abc on 2 of 3 nodes"]
 
 
 def test_only_rollout_nodes_have_an_sglang() -> None:

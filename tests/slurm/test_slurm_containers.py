@@ -53,6 +53,7 @@ def why_not() -> str | None:
     return done.stderr.strip() or None
 
 
+@pytest.mark.full
 def test_a_job_in_containers(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     """Every step runs on the Python of the image, and the signal to leave reaches the trainer there."""
     if (reason := why_not()) is not None:

@@ -4,14 +4,12 @@ import dataclasses
 import signal
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megasao.config.load import load_config
-from megasao.controller.state import parse_lease_id
 from megasao.observability.status import describe_status
 from megasao.transport.client import ControllerClient
 from megasao.transport.keys import CurveKeys, load_keys
@@ -19,6 +17,7 @@ from megasao.transport.messages import Status, StatusRequest
 from tests.e2e import runs
 from tests.slurm import jobs
 from tests.slurm.cluster import Cluster, wait_until
+from tests.slurm.jobs import batches, results
 
 pytestmark = pytest.mark.e2e
 
@@ -48,6 +47,7 @@ def test_a_whole_job(whole: jobs.Job, cluster: Cluster) -> None:
     shown = describe_status(whole.run, load_config(whole.run.config))
     assert f"{jobs.STEPS} of {jobs.STEPS}, weight version {jobs.STEPS - 1}" in shown
     assert f"{whole.number}: finished" in shown and "restarting rollout-1" in shown
+    assert "2 embedded in rollout workers show signs of life; rollout-1 started again 1x" in shown
 
 
 def check_environment(job: jobs.Job) -> None:
@@ -134,19 +134,30 @@ def test_a_separate_critic_on_its_own_node_ends_alike(
     job.wait_until_gone()
 
 
-def batches(job: jobs.Job) -> dict[int, set[int]]:
-    """Which problems each step was trained on."""
-    found = {}
-    for record in runs.read_ledger(job.run):
-        if isinstance(record, runs.Batch):
-            found[record.step] = {key.index for name in record.trajectory_ids if (key := parse_lease_id(name))}
-    return found
-
-
-def results(line: dict[str, Any]) -> dict[str, float]:
-    """What a step computed, without times and speeds."""
-    kept = ("actor/", "critic/", "reward/", "data/")
-    return {name: value for name, value in line.items() if name.startswith(kept) and value is not None}
+@pytest.mark.full
+def test_a_run_that_is_longer_than_its_jobs(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    """Nobody but Slurm sends the signal before the limit of two minutes, as often as the run needs."""
+    path, limits = tmp_path / "config.yaml", {"time_limit_minutes": 2, "leave_before_limit_s": 40}
+    config = jobs.write_config(path, model, loop={"steps": 100_000}, slurm=limits)
+    job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
+    wait_until(lambda: "requeued" in job.events, jobs.JOB_S, job.explain)
+    job.wait_for("PENDING")
+    started, requeued = job.history
+    assert requeued.step is not None and requeued.step >= 1, "it left without a checkpoint"
+    assert requeued.time - started.time < 60 * limits["time_limit_minutes"] and requeued.detail == "asked to leave"
+    steps = requeued.step + 4  # the end comes into sight; a run may change it between two jobs
+    jobs.write_config(path, model, loop={"steps": steps}, slurm=limits)
+    while job.state != "COMPLETED":
+        job.start_again_now()
+        job.wait_for("RUNNING")
+        job.wait_for("COMPLETED", "PENDING", "FAILED", "TIMEOUT")
+        assert job.state in ("COMPLETED", "PENDING"), job.explain()
+    assert job.events == [*["started", "requeued"] * (len(job.events) // 2 - 1), "started", "finished"]
+    starts = [event.restart for event in job.history if event.event == "started"]
+    assert starts == list(range(len(starts))) and job.history[-1].step == steps
+    assert [line["step"] for line in job.steps] == list(range(steps)) and "TIME LIMIT" not in job.output
+    runs.check_books(job.run, steps)
+    job.wait_until_gone()
 
 
 def distance(one: Path, other: Path) -> float:

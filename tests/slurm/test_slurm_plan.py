@@ -69,12 +69,12 @@ def test_a_missing_plugin_is_told_by_name() -> None:
     site = read_site({**PYTHON, **CONTAINERS["pyxis"]})
     builtin = "      --container=path        Path to OCI container bundle\n"
     pyxis = "      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH\n      --container-mounts=SRC:DST[:FLAGS]\n"
-    refuse_missing_plugin(site, builtin + pyxis)
-    refuse_missing_plugin(read_site({**PYTHON, **CONTAINERS["apptainer"]}), builtin)
+    refuse_missing_plugin(site, lambda: builtin + pyxis)
+    refuse_missing_plugin(read_site({**PYTHON, **CONTAINERS["apptainer"]}), lambda: builtin)
     with pytest.raises(UserError, match=r"does not know --container-image, --container-mounts: the plugin pyxis"):
-        refuse_missing_plugin(site, builtin)
+        refuse_missing_plugin(site, lambda: builtin)
     with pytest.raises(UserError, match=r"does not know --container-mounts: "):
-        refuse_missing_plugin(site, builtin + pyxis.splitlines()[0])
+        refuse_missing_plugin(site, lambda: builtin + pyxis.splitlines()[0])
 
 
 def test_the_script_asks_for_the_nodes_of_its_default_config(monkeypatch: pytest.MonkeyPatch) -> None:

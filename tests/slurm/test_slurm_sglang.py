@@ -7,7 +7,9 @@ from typing import Any
 import psutil
 import pytest
 
+from megasao.config.load import load_config
 from megasao.observability.jsonl import read_metrics
+from megasao.observability.status import describe_status
 from megasao.transport.keys import load_server_key
 from tests.e2e import runs
 from tests.engines.sglang_server import PYTHON, ask, needs_sglang
@@ -47,11 +49,18 @@ def wait_for_steps(job: jobs.Job, count: int) -> None:
     assert len(job.steps) >= count, job.explain()
 
 
+@pytest.fixture(scope="module")
+def served(cluster: Cluster, sparse_model: Path, tmp_path_factory: pytest.TempPathFactory) -> jobs.Job:
+    """A job under way; the first test sees it to its end, and a later one compares with it."""
+    directory = tmp_path_factory.mktemp("served")
+    config = write_config(directory / "config.yaml", sparse_model)
+    return jobs.submit(cluster, jobs.write_site(directory / "site.env"), config)
+
+
 @pytest.mark.timeout(1200)
-def test_a_job_with_servers_and_one_that_is_killed(cluster: Cluster, sparse_model: Path, tmp_path: Path) -> None:
+def test_a_job_with_servers_and_one_that_is_killed(served: jobs.Job, cluster: Cluster) -> None:
     """In a synchronous run every token is of the step's own weights: servers that miss an update would be seen."""
-    config = write_config(tmp_path / "config.yaml", sparse_model)
-    job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
+    job = served
     wait_until(lambda: job.state == "RUNNING", 30, job.explain)
     wait_for_steps(job, 1)
     url, key = job.run.read_endpoints().engines["engine-0-0"], load_server_key(job.run.keys)
@@ -66,9 +75,86 @@ def test_a_job_with_servers_and_one_that_is_killed(cluster: Cluster, sparse_mode
     off = [line["actor/current_log_ratio_abs_max"] for line in job.steps[1:]]
     moved = [abs(line["actor/grad_norm"]) for line in job.steps[1:]]
     assert max(off) < 1e-4 and min(moved) > 0, (off, moved)
+    shown = describe_status(job.run, load_config(job.run.config))
+    assert "of 2 SGLang servers show signs of life; engine-0-0 started again 1x" in shown
     first, *_, last = read_metrics(job.run.evaluations)
     assert (first["newest_version"], last["oldest_version"], last["newest_version"]) == (0, STEPS - 1, STEPS - 1)
     job.wait_until_gone()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_a_preempted_job_with_servers_ends_alike(
+    served: jobs.Job, cluster: Cluster, sparse_model: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path / "config.yaml", sparse_model)
+    job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
+    wait_until(lambda: job.state == "RUNNING", 30, job.explain)
+    wait_for_steps(job, 1)
+    cluster.call("scancel", "--batch", "--signal=USR1", job.number)
+    wait_until(lambda: "requeued" in job.events, START_S, job.explain)
+    job.wait_for("PENDING")
+    assert job.history[-1].step is not None and 1 <= job.history[-1].step < STEPS, "it did not leave in the middle"
+    job.start_again_now()
+    job.wait_for("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", seconds=START_S)
+    assert job.state == "COMPLETED", job.explain()
+    assert job.events == ["started", "requeued", "started", "finished"]
+    runs.check_books(job.run, STEPS)
+    served.wait_for("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", seconds=START_S)
+    assert jobs.batches(job) == jobs.batches(served)
+    for ours, theirs in zip(job.steps, served.steps, strict=True):
+        assert jobs.results(ours) == pytest.approx(jobs.results(theirs), rel=2e-3, abs=2e-4)
+    last, before = jobs.results(job.steps[-1]), jobs.results(served.steps[-2])
+    assert last != pytest.approx(before, rel=2e-3, abs=2e-4), "any step would do"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_dead_nodes_of_a_server_and_of_a_trainer(cluster: Cluster, sparse_model: Path, tmp_path: Path) -> None:
+    """Each time the job goes on elsewhere, from the checkpoint of the step before, with servers of its weights."""
+    config = write_config(
+        tmp_path / "config.yaml",
+        sparse_model,
+        loop={"steps": 1000},
+        checkpoint={"every": 1},
+    )
+    job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
+    dead: list[str] = []
+    try:
+        for number, role in enumerate(("engine", "trainer"), start=1):
+            wait_for_steps_of_start(job, number)
+            dead.append(job.node(role))
+            cluster.kill_node(dead[-1])
+            job.wait_for("PENDING", seconds=90)
+            job.start_again_now()
+        wait_for_steps_of_start(job, 3)
+        assert not {*dead} & {*job.history[-1].nodes}, "a dead node was used again"
+        off = [line.get("actor/current_log_ratio_abs_max") for line in job.steps]
+        assert max(each for each in off if each is not None) < 1e-4, "servers did not have the step's weights"
+        cluster.call("scancel", job.number)
+        job.wait_for("CANCELLED")
+        wait_until(lambda: not [one for one in job.left_over() if on_node(one) not in dead], 30, job.explain)
+        runs.check_books(job.run, len(jobs.batches(job)))
+    finally:
+        for left in job.left_over():  # what Slurm cannot end on a node whose daemon is dead
+            left.send_signal(signal.SIGKILL)
+        for node in dead:
+            cluster.start_node(node)
+    wait_until(lambda: cluster.idle() == len(cluster.nodes), 60, lambda: cluster.call("sinfo", "-N", "-l"))
+
+
+def wait_for_steps_of_start(job: jobs.Job, number: int) -> None:
+    """Until a step was trained after the job's start ``number``."""
+    wait_until(lambda: job.events.count("started") == number, START_S, job.explain)
+    began = [event.time for event in job.history if event.event == "started"][-1]
+    wait_until(lambda: bool(job.steps) and job.steps[-1]["time"] > began, START_S, job.explain)
+
+
+def on_node(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("SLURMD_NODENAME")
+    except psutil.Error:
+        return None
 
 
 @pytest.mark.full
