@@ -25,7 +25,8 @@ from tests.megatron.tiny_families import SETTINGS
 from tests.training.engine_episodes import MAX_TOKENS, Episode, compare, play
 
 pytestmark = [pytest.mark.world, needs_sglang]
-BOUND = 1e-4
+BOUND = 2e-5
+ROUNDING = 0.1
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,17 @@ def test_a_server_computes_with_the_numbers_of_the_checkpoint(
             print(f"\nFP8 {served.case.family} {when}: {what}")
     assert min(before.tokens, after.tokens) > 300
     assert max(before.off, after.off) < BOUND
+
+
+def test_what_dequantize_makes_differs_by_its_rounding(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It writes bfloat16, which keeps eight bits of a product of FP8 and its scale."""
+    assert convert("quantize", served.first_fp8, tmp_path / "plain", "--dequantize") == 0
+    rounded = compare(served.before, tmp_path / "plain", tmp_path / "plain", near_tie=1e-2)
+    with capsys.disabled():
+        print(f"\nFP8 {served.case.family} against bfloat16: {rounded.tokens} tokens within {rounded.off:.1e}")
+    assert 10 * BOUND < rounded.off < ROUNDING
 
 
 def test_other_scales_are_noticed(served: Served, tmp_path: Path) -> None:
