@@ -66,7 +66,7 @@ def test_engines_sample_from_what_was_published_in_fp8(
 
     lines = runs.steps(run)
     differences = [line["actor/current_log_ratio_abs_mean"] for line in lines]
-    assert all(FP8_SEEN < difference < 0.1 for difference in differences), differences
+    assert all(FP8_SEEN < difference < 1 for difference in differences), differences
     assert [line["alarms"] for line in lines] == [1] * STEPS, "trainer and engine differ, and it is said"
     published = {name for file in (run.path / "weights/published").glob("*/*.safetensors") for name in load_file(file)}
     assert published == published_names(read_hf_config(model), "actor", fp8=True)
