@@ -97,7 +97,7 @@ def _transfer(plan: Plan, config: Config) -> Iterator[str]:
         f"assumed: {assumed.link_gb_per_s:g} GB/s of each GPU's link, {assumed.storage_gb_per_s:g} GB/s of the shared "
         f"storage, {assumed.checksum_gb_per_s:g} GB/s of a worker's checksums, nodes of {assumed.node_gpus} GPUs"
     )
-    for route in (route for route in transfer.routes if not (fp8 and route.transport == "stream")):
+    for route in (route for route in transfer.routes if not fp8 or route.transport == "disk"):
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in route.phases.items())
         chosen = " (weights.transport)" if route.transport == config.weight_transport else ""
         yield f"{route.transport}{chosen}: about {route.seconds:.0f} s: {phases}; {route.memory}"
