@@ -206,7 +206,8 @@ def _fp8(config: "Config") -> Iterator[Problem]:
         reason = f"fp8_block is for SGLang servers; rollout.engine = {config.rollout.engine} has no FP8: use same"
         yield Problem("weights.dtype", reason)
     elif config.weight_transport != "disk":
-        reason = f"fp8_block is made in files; with weights.transport = {config.weight_transport} use same, or set disk"
+        way = config.weight_transport
+        reason = f"fp8_block is made where ranks write files; with weights.transport = {way} use same, or set disk"
         yield Problem("weights.dtype", reason)
     for name, allowed in (("quantization", ("fp8",)), ("load_format", ()), ("speculative_algorithm", ())):
         value = config.rollout.sglang.server_args.get(name)

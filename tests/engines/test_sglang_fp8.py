@@ -6,6 +6,7 @@ checkpoint has the dequantised numbers in float32.
 """
 
 import asyncio
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from safetensors.torch import load_file
 from megasao.config.architecture import read_hf_config
 from megasao.config.sglang import SGLangConfig
 from megasao.families.names import SCALE
-from megasao.rollout.engines.sglang import SGLangEngine
+from megasao.rollout.engines.base import GenerateRequest, SamplingParams
+from megasao.rollout.engines.sglang import RequestLost, SGLangEngine
+from megasao.rollout.engines.sglang_arguments import make_served_directory, server_arguments
 from megasao.rollout.engines.sglang_fp8 import fp8_problem
+from megasao.rollout.engines.sglang_weights import read_layout
 from tests.conversion.support import convert, write_family
 from tests.engines.fp8_checkpoints import SIZES, dequantised
 from tests.engines.sglang_server import RunningServer, needs_sglang, sglang_config
@@ -25,7 +29,8 @@ from tests.megatron.tiny_families import SETTINGS
 from tests.training.engine_episodes import MAX_TOKENS, Episode, compare, play
 
 pytestmark = [pytest.mark.world, needs_sglang]
-BOUND = 1e-4
+BOUND = 2e-5
+ROUNDING = 0.1
 
 
 @dataclass(frozen=True)
@@ -81,16 +86,26 @@ class Served:
 async def play_both(
     server: RunningServer, config: SGLangConfig, first: Path, second: Path, staging: Path
 ) -> tuple[list[Episode], ...]:
-    engine = SGLangEngine(
-        server.url,
-        first,
-        config,
-        staging=staging,
-        max_total_tokens=MAX_TOKENS,
-        seed=0,
-        start_timeout_s=240.0,
-        update_timeout_s=60.0,
-    )
+    def connect(*, fp8: bool) -> SGLangEngine:
+        return SGLangEngine(
+            server.url,
+            first,
+            config,
+            staging=staging,
+            max_total_tokens=MAX_TOKENS,
+            seed=0,
+            start_timeout_s=240.0,
+            update_timeout_s=60.0,
+            fp8=fp8,
+        )
+
+    # As in a run, where servers start without weights.
+    waiting = connect(fp8=True)
+    await waiting.start()
+    with pytest.raises(RequestLost, match="it has no weights yet"):
+        await waiting.generate(GenerateRequest("r", "s", (1, 2), SamplingParams(1.0, max_new_tokens=1)))
+    await waiting.close()
+    engine = connect(fp8=False)
     await engine.start()
     try:
         before = await play(engine, 16)
@@ -135,6 +150,17 @@ def test_a_server_computes_with_the_numbers_of_the_checkpoint(
     assert max(before.off, after.off) < BOUND
 
 
+def test_what_dequantize_makes_differs_by_its_rounding(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It writes bfloat16, which keeps eight bits of a product of FP8 and its scale."""
+    assert convert("quantize", served.first_fp8, tmp_path / "plain", "--dequantize") == 0
+    rounded = compare(served.before, tmp_path / "plain", tmp_path / "plain", near_tie=1e-2)
+    with capsys.disabled():
+        print(f"\nFP8 {served.case.family} against bfloat16: {rounded.tokens} tokens within {rounded.off:.1e}")
+    assert 10 * BOUND < rounded.off < ROUNDING
+
+
 def test_other_scales_are_noticed(served: Served, tmp_path: Path) -> None:
     """Scales of one matrix turned round, and of two exchanged."""
     tensors = load_file(served.first_fp8 / "model.safetensors")
@@ -165,3 +191,18 @@ def test_sizes_that_sglang_cannot_cut_into_blocks_are_refused() -> None:
     assert "q_lora_rank = 32" in problem("glm_moe_dsa", {})
     assert problem("glm_moe_dsa", LATENT) == "None"
     assert "rows of q_b_proj = 288" in problem("glm_moe_dsa", LATENT, tp_size=2, ep_size=2)
+
+
+def test_a_server_of_published_versions_starts_empty_and_announces_fp8(tmp_path: Path) -> None:
+    source = write_family(tmp_path / "hf", "glm4_moe", **SIZES)
+    config = sglang_config()
+    make_served_directory(config, source, tmp_path / "served", fp8=True)
+    assert convert("quantize", source, tmp_path / "fp8") == 0
+    ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("served", "fp8"))
+    assert ours == theirs | {"eos_token_id": None}
+    place = {"served": tmp_path, "host": "127.0.0.1", "port": 1, "max_tokens": 9}
+    assert server_arguments(config, **place, empty=True)["load_format"] == "dummy"
+    assert "load_format" not in server_arguments(config, **place)
+    layout, quantised_names = read_layout(source, fp8=True), load_file(tmp_path / "fp8" / "model.safetensors")
+    assert layout == read_layout(tmp_path / "fp8")
+    assert layout == {n: (tuple(t.shape), t.dtype) for n, t in quantised_names.items() if ".layers.2." not in n}
