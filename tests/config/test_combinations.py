@@ -98,6 +98,12 @@ CASES = [
         "weights.directory",
         "transport = disk",
     ),
+    (
+        ["weights.node_directory=shm"],
+        ["weights.node_directory=/dev/shm"],
+        "weights.node_directory",
+        "an absolute path",
+    ),
     (["weights.bucket_bytes=1"], ["weights.bucket_bytes=4096"], "weights.bucket_bytes", "4096"),
     (["parallel.tensor=3"], ["parallel.tensor=2"], "parallel", "not a multiple"),
     (["parallel.expert=3"], ["parallel.expert=2"], "parallel", "not a multiple"),
@@ -232,6 +238,7 @@ def test_weights_travel_by_disk_to_servers_and_in_buckets_to_the_embedded_engine
     assert load_config(LAPTOP, ["weights.transport=disk"]).weight_transport == "disk"
     assert load_config(configs / "laptop_sglang.yaml").weight_transport == "disk"
     assert load_config(configs / "laptop_sglang.yaml", ["weights.transport=stream"]).weight_transport == "stream"
+    assert load_config(LAPTOP, ["weights.transport=distributed"]).weight_transport == "distributed"
 
 
 # against the model's config.json
