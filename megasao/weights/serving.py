@@ -15,6 +15,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ NONCE_BYTES = 16
 PROOF_BYTES = 32
 LENGTH = struct.Struct("<Q")
 _GRACE_S = 10.0
+_PAUSE_S = 0.1
 _MOST_WAITING = 256
 """Connections that the kernel keeps until they are accepted."""
 
@@ -83,9 +85,10 @@ class ShareServer:
             try:
                 peer, _ = self._listener.accept()
             except OSError as error:
-                if not self._closed:
-                    logger.error("no more weights from %s:%d: %s", self.host, self.port, error)
-                return
+                if not self._closed:  # the peer is gone already, or too many files are open for now
+                    logger.warning("a receiver could not connect to %s:%d: %s", self.host, self.port, error)
+                    time.sleep(_PAUSE_S)
+                continue
             with self._changed:
                 self._peers.add(peer)
             threading.Thread(target=self._serve, args=(peer,), name="weight-share-peer", daemon=True).start()

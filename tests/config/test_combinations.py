@@ -106,7 +106,7 @@ CASES = [
         "rollout.engine = embedded has no FP8",
     ),
     (
-        ["weights.dtype=fp8_block", "rollout.engine=sglang", "weights.transport=stream"],
+        ["weights.dtype=fp8_block", "rollout.engine=sglang", "weights.transport=distributed"],
         ["weights.dtype=fp8_block", "rollout.engine=sglang", "weights.transport=disk"],
         "weights.dtype",
         "or set disk",
@@ -116,6 +116,12 @@ CASES = [
         ["weights.dtype=fp8_block", "rollout.engine=sglang", "rollout.sglang.server_args={quantization: fp8}"],
         "rollout.sglang.server_args.quantization",
         "does not go with weights.dtype = fp8_block",
+    ),
+    (
+        ["weights.node_directory=shm"],
+        ["weights.node_directory=/dev/shm"],
+        "weights.node_directory",
+        "an absolute path",
     ),
     (["weights.bucket_bytes=1"], ["weights.bucket_bytes=4096"], "weights.bucket_bytes", "4096"),
     (["parallel.tensor=3"], ["parallel.tensor=2"], "parallel", "not a multiple"),
@@ -285,6 +291,7 @@ def test_weights_travel_by_disk_to_servers_and_in_buckets_to_the_embedded_engine
     assert load_config(LAPTOP, ["weights.transport=disk"]).weight_transport == "disk"
     assert load_config(configs / "laptop_sglang.yaml").weight_transport == "disk"
     assert load_config(configs / "laptop_sglang.yaml", ["weights.transport=stream"]).weight_transport == "stream"
+    assert load_config(LAPTOP, ["weights.transport=distributed"]).weight_transport == "distributed"
 
 
 # against the model's config.json

@@ -67,7 +67,6 @@ def shares_of(out: Path) -> dict[str, torch.Tensor]:
         buckets = range(0, data.size, manifest.bucket_bytes)
         assert manifest.sums == [bucket_sum(data[at : at + manifest.bucket_bytes]) for at in buckets]
         shares.append((manifest, data))
-    assert max(data.size for _, data in shares) < 2 * min(data.size for _, data in shares) + 2 * BUCKET
     return dict(ShareTensors(shares))
 
 
@@ -111,6 +110,7 @@ def test_what_is_published_is_what_a_conversion_writes(tmp_path: Path) -> None:
         stages = job["parallel"].get("pipeline", 1)
         if stages == 1:
             assert max(written) < 1.2 * total / 4, "replicas share the work"
+            assert max(file.stat().st_size for file in out.glob("*.share")) < 1.2 * total / 4, "also in memory"
         assert min(written) > 0
         planned = [load for stage in planned_shares(source, job) for load in stage]
         assert written == pytest.approx(planned, abs=vocabulary["vocab_size"] * 64 * 4), name
