@@ -21,6 +21,7 @@ def everything_in_float64() -> Iterator[None]:
     def make_wide(*args: Any, **kwargs: Any) -> Any:
         config = make(*args, **kwargs)
         config.params_dtype = config.pipeline_dtype = torch.float64
+        config.moe_router_dtype = "fp64"
         return config
 
     def wide_gradients(**kwargs: Any) -> Any:

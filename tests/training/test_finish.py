@@ -92,9 +92,9 @@ def test_a_step_killed_in_its_checkpoint_has_its_line(monkeypatch: pytest.Monkey
 class Written:
     """A checkpoint that is written after so many questions."""
 
-    def __init__(self, step: int, questions: int) -> None:
+    def __init__(self, step: int, questions: int, form: str) -> None:
         self.progress, self.directory = Progress(step=step), f"step_{step:06d}"
-        self.questions, self.completed = questions, 0
+        self.questions, self.completed, self.form = questions, 0, form
 
     def written(self) -> bool:
         self.questions -= 1
@@ -109,8 +109,8 @@ def saving(monkeypatch: pytest.MonkeyPatch, questions: int, **options: Any) -> t
     begun: list[Written] = []
     said: list[Any] = []
 
-    def begin(run: Any, progress: Progress, *_: Any, **__: Any) -> Written:
-        begun.append(Written(progress.step, questions))
+    def begin(run: Any, progress: Progress, *_: Any, format: str, **__: Any) -> Written:
+        begun.append(Written(progress.step, questions, format))
         return begun[-1]
 
     monkeypatch.setattr(loop.checkpoint, "begin", begin)
@@ -154,6 +154,13 @@ def test_the_next_checkpoint_waits_for_the_one_before(monkeypatch: pytest.Monkey
     steps(trainer, 4)
     assert [each.completed for each in begun] == [1, 0]
     assert trainer.pending is not None and trainer.pending.progress.step == 4
+
+
+def test_a_checkpoint_is_of_the_format_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options in ({}, {"format": "torch_dist"}):
+        trainer, begun, _ = saving(monkeypatch, 0, **options)
+        steps(trainer, 2)
+        assert [each.form for each in begun] == [options.get("format", "safetensors")]
 
 
 def test_a_checkpoint_that_is_never_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
