@@ -94,9 +94,10 @@ class Container:
         require(runtime)
         self.runtime, self.limits = runtime, limits
         self.name = f"megasao-{os.getpid()}-{secrets.token_hex(6)}"
-        self._home = tempfile.TemporaryDirectory() if runtime == "none" else None
-        inside = bubblewrap.WORKSPACE if runtime == "bubblewrap" else self._home.name if self._home else directory
-        self._spot = Spot(self.name, image, inside, limits)
+        # What runs without a container; and podman's monitor leaves a file where it runs when memory runs out.
+        self._home = tempfile.TemporaryDirectory() if runtime in ("none", "podman", "docker") else None
+        inside = {"bubblewrap": bubblewrap.WORKSPACE, "none": self._home.name if self._home else ""}
+        self._spot = Spot(self.name, image, inside.get(runtime, directory), limits)
         self._process: asyncio.subprocess.Process | None = None
         self._reaper: asyncio.subprocess.Process | None = None
 
@@ -113,7 +114,7 @@ class Container:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
-            cwd="/" if self.runtime == "bubblewrap" else None,  # where images that are files may lie
+            cwd=self._cwd(),
             **options,
         )
         if self._reaper is not None:
@@ -232,6 +233,10 @@ class Container:
                 while not code.endswith(b"\n"):
                     code += await process.stdout.read(1 << 10) or b"\n"
                 return bytes(kept), cut, int(code)
+
+    def _cwd(self) -> str | None:
+        """The worker's own directory where images may be files that lie there."""
+        return self._home.name if self._home is not None else "/" if self.runtime == "bubblewrap" else None
 
     async def _namespaces(self) -> list[str]:
         """Those of processes and of network, as the loop says them; fewer if it ends, or cannot see them."""
