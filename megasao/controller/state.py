@@ -167,12 +167,13 @@ class ControllerState:
 
     def credit(self, peer: bytes, free: int, weight_version: int, now: float, evaluation_free: int = 0) -> bool:
         """A worker can take ``free`` more rollouts and ``evaluation_free`` more evaluation episodes; whether the worker
-        was known."""
-        known = peer in self.workers
-        worker = self.workers.get(peer) or self.workers.add(peer, peer.decode(errors="replace"), now)
+        is known. One that is not has to say what it is at work on, and what it holds, before anything else."""
+        worker = self.workers.get(peer)
+        if worker is None:
+            return False
         worker.last_heard, worker.free, worker.weight_version = now, max(0, free), weight_version
         worker.evaluation_free = max(0, evaluation_free)
-        return known
+        return True
 
     def lose(self, peer: bytes) -> None:
         """A peer no longer takes part; if it was a worker, its leases come back."""
