@@ -178,7 +178,7 @@ class ControllerServer:
                     self._answer(peer, Refused(SAY_HELLO))
             case Heartbeat():
                 self.state.workers.reported(peer, message.stats, now)
-                self._answer(peer, self._welcome([]) if peer in self.state.workers else Refused(SAY_HELLO))
+                self._answer(peer, self._welcome([]) if self.state.workers.has_greeted(peer) else Refused(SAY_HELLO))
             case Trajectories():
                 refused = self._intake.take(message, payload)
                 self._answer(peer, Ack(message.seq, refused))

@@ -158,7 +158,7 @@ class ControllerState:
         """
         if self.hosts is not None:
             self.hosts.arrive(host_name(peer), payload)
-        self.workers.add(peer, name, now)
+        self.workers.add(peer, name, now).greeted = True
         claimed = set(active)
         lost = [held.lease_id for held in self.leases.of_peer(peer) if held.lease_id not in claimed]
         for lease_id in lost:
@@ -167,13 +167,12 @@ class ControllerState:
 
     def credit(self, peer: bytes, free: int, weight_version: int, now: float, evaluation_free: int = 0) -> bool:
         """A worker can take ``free`` more rollouts and ``evaluation_free`` more evaluation episodes; whether the worker
-        is known. One that is not has to say what it is at work on, and what it holds, before anything else."""
-        worker = self.workers.get(peer)
-        if worker is None:
-            return False
+        has said hello."""
+        known = self.workers.has_greeted(peer)
+        worker = self.workers.get(peer) or self.workers.add(peer, peer.decode(errors="replace"), now)
         worker.last_heard, worker.free, worker.weight_version = now, max(0, free), weight_version
         worker.evaluation_free = max(0, evaluation_free)
-        return True
+        return known
 
     def lose(self, peer: bytes) -> None:
         """A peer no longer takes part; if it was a worker, its leases come back."""
