@@ -187,7 +187,7 @@ class ControllerServer:
             case Heartbeat():
                 self.state.workers.reported(peer, message.stats, now)
                 self._servers.uses(peer.decode(errors="replace"), message.servers)
-                known = peer in self.state.workers
+                known = self.state.workers.has_greeted(peer)
                 self._answer(peer, self._welcome([], peer, now) if known else Refused(SAY_HELLO))
             case Trajectories():
                 refused = self._intake.take(message, payload)

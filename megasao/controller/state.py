@@ -162,7 +162,7 @@ class ControllerState:
         """
         if self.hosts is not None:
             self.hosts.arrive(host_name(peer), payload)
-        self.workers.add(peer, name, now)
+        self.workers.add(peer, name, now).greeted = True
         claimed = set(active)
         lost = [held.lease_id for held in self.leases.of_peer(peer) if held.lease_id not in claimed]
         for lease_id in lost:
@@ -171,8 +171,8 @@ class ControllerState:
 
     def credit(self, peer: bytes, free: int, weight_version: int, now: float, evaluation_free: int = 0) -> bool:
         """A worker can take ``free`` more rollouts and ``evaluation_free`` more evaluation episodes; whether the worker
-        was known."""
-        known = peer in self.workers
+        has said hello."""
+        known = self.workers.has_greeted(peer)
         worker = self.workers.get(peer) or self.workers.add(peer, peer.decode(errors="replace"), now)
         worker.last_heard, worker.free, worker.weight_version = now, max(0, free), weight_version
         worker.evaluation_free = max(0, evaluation_free)

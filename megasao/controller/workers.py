@@ -15,7 +15,7 @@ ENGINE_TOTALS = ("generated_tokens", "prefill_tokens", "decode_steps", "busy_sec
 
 @dataclass
 class Worker:
-    """One worker. ``stats`` holds its last totals."""
+    """One worker. ``stats`` holds its last totals; ``greeted``: it has said what it is at work on."""
 
     peer: bytes
     name: str
@@ -23,6 +23,7 @@ class Worker:
     free: int = 0
     evaluation_free: int = 0
     weight_version: int = 0
+    greeted: bool = False
     stats: dict[str, float] = field(default_factory=dict)
 
 
@@ -54,6 +55,11 @@ class WorkerBook:
     def get(self, peer: bytes) -> Worker | None:
         """The worker, if it is known."""
         return self._workers.get(peer)
+
+    def has_greeted(self, peer: bytes) -> bool:
+        """Whether the worker is known, and not by its credit alone."""
+        worker = self._workers.get(peer)
+        return worker is not None and worker.greeted
 
     def heard(self, peer: bytes, now: float) -> bool:
         """A sign of life; whether the worker is known."""

@@ -1,9 +1,19 @@
 """Payload with rollout hosts: what the controller decides when one goes, comes back, or is gone for good."""
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from controller_support import granted, make_config, make_state, trajectory
+from controller_support import (
+    WireWorker,
+    free_address,
+    granted,
+    make_config,
+    make_run,
+    make_state,
+    serving,
+    trajectory,
+)
 from test_groups import CRITICLESS
 
 from megasao.config import Config
@@ -13,7 +23,18 @@ from megasao.controller.state import ControllerState
 from megasao.trajectories.buffer import Summary, summarise
 from megasao.trajectories.ledger import Batch, Dropped, HostedAt
 from megasao.trajectories.schema import to_batch
-from megasao.transport.messages import Ack, Lease, Manifest, Stored, Trajectories, Waiting
+from megasao.transport.messages import (
+    SAY_HELLO,
+    Ack,
+    Credit,
+    Heartbeat,
+    Lease,
+    Manifest,
+    Refused,
+    Stored,
+    Trajectories,
+    Waiting,
+)
 
 PATIENCE = 60.0
 ONE, TWO = b"rollout-0", b"rollout-1"
@@ -247,6 +268,16 @@ def granted_one(fleet: Fleet) -> Lease:
     fleet.ask(0)
     fleet.hello(ONE, 0.0, free=1)
     return leases_of(fleet)[ONE][0]
+
+
+def test_a_worker_that_a_new_controller_does_not_know_says_hello_before_all_else(tmp_path):
+    """Its credit and its heartbeat may cross the restart on the wire, both at once: neither makes it known."""
+    run = make_run(tmp_path, free_address())
+    with serving(run, hosted_config()), closing(WireWorker(run.read_endpoints().controller)) as worker:
+        worker.send(Credit(4, 0, 0))
+        worker.send(Heartbeat({}))
+        worker.until(lambda: len(worker.others) == 2)
+        assert worker.others == [Refused(SAY_HELLO)] * 2
 
 
 def test_the_book_of_hosts():
