@@ -18,6 +18,7 @@ FEW = (
     *("rollout.concurrency=4", "evaluation.problems=4", "evaluation.every=0", "environment.max_turns=2", "run.seed=1"),
 )
 MINUTES = 9
+SIZES: dict[str, tuple[str, ...]] = {"reasoning_gym": (), "code_agent": ("--spaces-apart",)}
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +57,9 @@ def test_the_shipped_config_makes_a_few_steps(task: str, tmp_path: Path) -> None
 @pytest.mark.timeout(2 * 60 * MINUTES)
 @pytest.mark.parametrize("task", TASKS)
 def test_the_shipped_config_learns(task: str, tmp_path: Path) -> None:
-    """On held-out problems, greedy and at T = 1; the warm start is right on some and wrong on some."""
-    run = run_shipped(task, tmp_path, ())
+    """On held-out problems; at T = 1 the warm start is right on some and wrong on some."""
+    run = run_shipped(task, tmp_path, SIZES[task])
     modes = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))["modes"]
+    assert 0.1 < modes["sampled"]["before"]["success"] < 0.7
     for mode in modes.values():
-        assert 0.1 < mode["before"]["success"] < 0.7
         assert mode["mean"] > mode["before"]["success"] + 0.2
