@@ -12,7 +12,7 @@ from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.e2e
 
-CHECK_S = 25.0
+CHECK_S = 30.0
 
 
 def test_a_trainer_that_dies_takes_the_job_down(cluster: Cluster, model: Path, tmp_path: Path) -> None:
