@@ -15,7 +15,7 @@ from weight_world import equal, weights
 from megasao.weights.fetching import SharesDownload
 from megasao.weights.messages import AnnounceShares, Share
 from megasao.weights.serving import ShareServer, address_towards
-from megasao.weights.shared import BufferPool, HostMemory, ShareTensors, bucket_sum, check_manifest
+from megasao.weights.shared import BufferPool, ShareTensors, bucket_sum, check_manifest
 
 
 def test_a_checksum_sees_every_changed_word_and_words_that_change_places() -> None:
@@ -125,7 +125,7 @@ def test_a_version_is_fetched_from_all_ranks_over_either_protocol(host: str) -> 
 def test_a_receiver_that_takes_nothing_does_not_hold_up_the_trainer() -> None:
     """It is cut off as soon as the share is wanted back, long before its own time is over."""
     server = ShareServer("127.0.0.1", SECRET, timeout_s=3600)
-    server.offer(1, b"manifest", HostMemory(2**26))
+    server.offer(1, b"manifest", memoryview(bytearray(2**26)))
     silent = socket.create_connection(("127.0.0.1", server.port))
     stuck = threading.Thread(target=fetched, args=(download([Share(0, "127.0.0.1", server.port, 2**26, 0)]),))
     stuck.start()
