@@ -10,7 +10,6 @@ manifest, length first (0: there is no such version); the share. Invariants, ass
 import hashlib
 import hmac
 import logging
-import os
 import secrets
 import socket
 import struct
@@ -18,8 +17,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-
-from megasao.weights.shared import HostMemory
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +33,7 @@ _MOST_WAITING = 256
 class _Offer:
     version: int
     manifest: bytes
-    share: HostMemory
+    share: memoryview
 
 
 class ShareServer:
@@ -58,7 +55,7 @@ class ShareServer:
         self._thread = threading.Thread(target=self._accept, name="weight-share", daemon=True)
         self._thread.start()
 
-    def offer(self, version: int, manifest: bytes, share: HostMemory) -> None:
+    def offer(self, version: int, manifest: bytes, share: memoryview) -> None:
         """Serve this version from now on. ``share`` must not change before :meth:`retire`."""
         with self._changed:
             self._offer = _Offer(version, manifest, share)
@@ -100,7 +97,7 @@ class ShareServer:
             manifest = offer.manifest if offer is not None else b""
             peer.sendall(LENGTH.pack(len(manifest)) + manifest)
             if offer is not None:
-                _send_all(peer, offer.share)
+                peer.sendall(offer.share)
         except (OSError, ValueError) as error:
             logger.info("a receiver of weights is gone: %s", error)
         finally:
@@ -157,12 +154,6 @@ def address_towards(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ValueError(f"no way to {host}, where the trainer's first rank announces weights: {error}") from error
-
-
-def _send_all(connection: socket.socket, memory: HostMemory) -> None:
-    sent, total = 0, len(memory.data)
-    while sent < total:
-        sent += os.sendfile(connection.fileno(), memory.descriptor, sent, total - sent)
 
 
 def _cut(connection: socket.socket) -> None:
