@@ -57,6 +57,7 @@ def make_config(directory: Path, **rollout: Any) -> Any:
             },
             "rollout": rollout,
             "transport": PATIENT,
+            "weights": {"bucket_bytes": BUCKET},
         }
     )
 
@@ -68,7 +69,7 @@ def rank_main(directory: Path, addresses: Sequence[str], repeats: int) -> None:
 
     from megasao.config.weights import WeightsConfig
     from megasao.megatron.models import build_model
-    from megasao.training.publishing import DiskPublishing, Publishing, StreamPublishing
+    from megasao.training.publishing import DiskPublishing, DistributedPublishing, Publishing, StreamPublishing
     from megasao.training.world import trainer_world
     from megasao.weights.publisher import WeightPublisher
 
@@ -85,6 +86,7 @@ def rank_main(directory: Path, addresses: Sequence[str], repeats: int) -> None:
             "disk": DiskPublishing(
                 directory / "published", WeightsConfig(bucket_bytes=BUCKET), topology, publisher(addresses[1])
             ),
+            "distributed": DistributedPublishing("127.0.0.1", config, topology, publisher(addresses[2])),
         }
         rows: dict[str, Any] = {}
         for name, way in ways.items():
@@ -142,7 +144,7 @@ async def publish_everything(directory: Path, repeats: int) -> Any:
     from megasao.weights.receiver import WeightReceiver
 
     config = make_config(directory)
-    addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(2)]
+    addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(3)]
     receivers = [
         WeightReceiver(address, NullSink(), identity=b"engine", config=config.transport) for address in addresses
     ]
@@ -237,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sglang", type=Path, help="the Python that has SGLang; without, its pause is not measured")
     parser.add_argument("--dir", type=Path, help="where to work; default: a temporary directory")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank:
         rank_main(Path(options.rank[0]), options.rank[1:], options.repeats)

@@ -180,6 +180,8 @@ def weights(config: "Config") -> Iterator[Problem]:
     if config.weights.directory is not None and config.weight_transport != "disk":
         reason = f"has no reader while weights travel by {config.weight_transport}; set weights.transport = disk"
         yield Problem("weights.directory", reason)
+    if not config.weights.node_directory.startswith("/"):
+        yield Problem("weights.node_directory", f"expected an absolute path, got {config.weights.node_directory!r}")
     if config.weights.dtype == "fp8_block":
         yield from _fp8(config)
 
@@ -188,9 +190,8 @@ def _fp8(config: "Config") -> Iterator[Problem]:
     if config.rollout.engine != "sglang":
         reason = f"fp8_block is for SGLang servers; rollout.engine = {config.rollout.engine} has no FP8: use same"
         yield Problem("weights.dtype", reason)
-    elif config.weight_transport != "disk":
-        way = config.weight_transport
-        reason = f"fp8_block is made where ranks write files; with weights.transport = {way} use same, or set disk"
+    elif config.weight_transport == "stream":
+        reason = "fp8_block is made where ranks have their shares; with stream use same, or set disk or distributed"
         yield Problem("weights.dtype", reason)
     for name, allowed in (("quantization", ("fp8",)), ("load_format", ()), ("speculative_algorithm", ())):
         value = config.rollout.sglang.server_args.get(name)

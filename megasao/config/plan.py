@@ -24,6 +24,17 @@ class PlanConfig(Section):
     storage_gb_per_s: float = Field(
         100.0, gt=0, description="Speed of the shared file system for all readers and writers together, an assumption."
     )
+    host_gb_per_s: float = Field(
+        25.0, gt=0, description="Speed of one GPU's weights on their way into its host's memory, GB/s, an assumption."
+    )
+    fetch_gb_per_s: float = Field(
+        40.0,
+        gt=0,
+        description="What one node takes over TCP from all ranks, GB/s, an assumption: 2.5 a connection.",
+    )
+    node_storage_gb_per_s: float = Field(
+        20.0, gt=0, description="Speed of weights.node_directory, GB/s, an assumption: four NVMe disks at 5."
+    )
     checksum_gb_per_s: float = Field(
         16.0, gt=0, description="Bytes that one worker compares with checksums in a second, GB/s: 16 threads at 1."
     )

@@ -121,6 +121,15 @@ class RunDirectory:
         place = zlib.crc32(str(self.path.absolute()).encode())
         return Path(config.weights.directory) / f"{config.run.name}-{place:08x}"
 
+    def node_weights(self, config: Config, name: str) -> Path:
+        """Where each node of the SGLang server ``name`` keeps weights itself; no other run has this directory."""
+        place = zlib.crc32(str(self.path.absolute()).encode())
+        return Path(config.weights.node_directory) / f"{config.run.name}-{place:08x}" / name
+
+    def node_marker(self, role: str) -> Path:
+        """Which versions the node of ``role`` has there."""
+        return self.path / "weights" / "nodes" / f"{role}.json"
+
     @property
     def keys(self) -> Path:
         """CURVE keys of this run, readable by its owner only."""

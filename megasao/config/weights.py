@@ -10,10 +10,12 @@ from megasao.config.base import Section
 class WeightsConfig(Section):
     """Publishing of weights from the trainer to the rollout workers."""
 
-    transport: Literal["auto", "stream", "disk"] = Field(
+    transport: Literal["auto", "stream", "disk", "distributed"] = Field(
         "auto",
         description="Way of the bytes. stream: gathered on trainer rank 0 and sent to each worker over ZeroMQ. disk: "
-        "every rank writes its share into a directory that all see. auto: disk for SGLang servers, else stream.",
+        "every rank writes its share into a directory that all see. distributed: every rank keeps its share in host "
+        "memory, and each worker takes it from there over connections of its own. "
+        "auto: disk for SGLang servers, else stream.",
     )
     dtype: Literal["same", "fp8_block"] = Field(
         "same",
@@ -24,6 +26,11 @@ class WeightsConfig(Section):
         None,
         description="Where versions are published on disk, below it by the run's name; on the file system of the run "
         "directory. null is inside the run directory.",
+    )
+    node_directory: str = Field(
+        "/dev/shm",
+        description="Where each node of an SGLang server keeps two versions that came as distributed: memory, or a "
+        "disk of its own.",
     )
     bucket_bytes: int = Field(
         4 * 2**20,

@@ -90,6 +90,17 @@ def gather_counts(value: int) -> list[int]:
     return [int(each) for each in values]
 
 
+def gather_bytes(payload: bytes) -> list[bytes]:
+    """Each rank's bytes, on every rank of the world; for small ones."""
+    sizes, device = gather_counts(len(payload)), compute_device()
+    mine = torch.zeros(max(sizes), dtype=torch.uint8)
+    mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
+    mine = mine.to(device)
+    found = [torch.empty_like(mine) for _ in sizes]
+    distributed.all_gather(found, mine)
+    return [each[:size].cpu().numpy().tobytes() for each, size in zip(found, sizes, strict=True)]
+
+
 def initialize_world(timeout_s: float) -> None:
     """Join the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 

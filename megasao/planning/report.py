@@ -95,9 +95,11 @@ def _transfer(plan: Plan, config: Config) -> Iterator[str]:
         yield f"stage {index}: {len(loads)} ranks write {sum(loads) / 1e9:.1f} GB, {spread}; nothing between stages"
     yield (
         f"assumed: {assumed.link_gb_per_s:g} GB/s of each GPU's link, {assumed.storage_gb_per_s:g} GB/s of the shared "
-        f"storage, {assumed.checksum_gb_per_s:g} GB/s of a worker's checksums, nodes of {assumed.node_gpus} GPUs"
+        f"storage, {assumed.checksum_gb_per_s:g} GB/s of a worker's checksums, nodes of {assumed.node_gpus} GPUs; "
+        f"{assumed.host_gb_per_s:g} GB/s from a GPU to its host, {assumed.fetch_gb_per_s:g} GB/s into one node over "
+        f"TCP, {assumed.node_storage_gb_per_s:g} GB/s of a node's own storage"
     )
-    for route in (route for route in transfer.routes if not fp8 or route.transport == "disk"):
+    for route in (route for route in transfer.routes if not (fp8 and route.transport == "stream")):
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in route.phases.items())
         chosen = " (weights.transport)" if route.transport == config.weight_transport else ""
         yield f"{route.transport}{chosen}: about {route.seconds:.0f} s: {phases}; {route.memory}"

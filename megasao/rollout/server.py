@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from megasao.config import Config
@@ -29,6 +29,9 @@ from megasao.rollout.engines.sglang_arguments import (
     server_environment,
 )
 from megasao.transport.keys import load_server_key, server_key_path
+
+if TYPE_CHECKING:
+    from megasao.rollout.server_weights import NodeReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +48,20 @@ def run(run: RunDirectory, config: Config, name: str) -> None:
     part = own_part(run.read_endpoints(), name)
     lifesign = LifeSign(run.heartbeat(part.role))
     process = start(run, config, part)
+    weights = None
     try:
+        if config.weight_transport == "distributed":
+            from megasao.rollout.server_weights import NodeReceiver  # it needs torch
+
+            weights = NodeReceiver(run, config, name, part.role)
         _until_ready(process, part.url, config.supervision.start_timeout_s, lifesign)
         logger.info("%s is ready at %s", part.role, part.url)
-        _watch(process, part.url, lifesign)
+        _watch(process, part.url, lifesign, weights)
     finally:
         process.kill()
         process.wait()
+        if weights is not None:
+            weights.close()
 
 
 @dataclass(frozen=True)
@@ -108,10 +118,14 @@ def _until_ready(process: "subprocess.Popen[bytes]", url: str, timeout_s: float,
     lifesign.beat()
 
 
-def _watch(process: "subprocess.Popen[bytes]", url: str, lifesign: LifeSign) -> None:
+def _watch(
+    process: "subprocess.Popen[bytes]", url: str, lifesign: LifeSign, weights: "NodeReceiver | None" = None
+) -> None:
     next_check = time.monotonic() + CHECK_EVERY_S
     while True:
         _check_alive(process)
+        if weights is not None:
+            weights.check()
         if time.monotonic() >= next_check:
             if _healthy(url):
                 lifesign.beat()

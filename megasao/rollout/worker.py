@@ -62,6 +62,7 @@ def sglang_engine(run: RunDirectory, config: Config, names: Sequence[str], *, st
     """The SGLang servers ``names`` as one engine; weights go through the run directory."""
     from megasao.rollout.engines.sglang import SGLangEngine
     from megasao.rollout.fleet import Fleet
+    from megasao.rollout.server_weights import server_nodes
 
     path, addresses, directory = run.policy_path(config), run.read_endpoints().engines, run.staging(staging).resolve()
     key, fp8 = load_server_key(run.keys), config.weights.dtype == "fp8_block"
@@ -76,6 +77,7 @@ def sglang_engine(run: RunDirectory, config: Config, names: Sequence[str], *, st
             start_timeout_s=config.supervision.start_timeout_s,
             update_timeout_s=config.transport.weights_timeout_s,
             key=key,
+            nodes=server_nodes(run, config, name),
             fp8=fp8,
         )
         for name in names
@@ -99,7 +101,14 @@ async def _serve(
         EpisodeRunner.build(environment, engine, codec, config.environment) for engine in (training, evaluation)
     )
     endpoints, peer = run.read_endpoints(), f"rollout-{index}"
-    receiver = WeightReceiver(endpoints.weights, training, identity=peer.encode(), config=config.transport, keys=keys)
+    receiver = WeightReceiver(
+        endpoints.weights,
+        training,
+        identity=peer.encode(),
+        config=config.transport,
+        keys=keys,
+        on_nodes=config.rollout.engine == "sglang",
+    )
     context = zmq.asyncio.Context()
     socket = connect_dealer(
         context,

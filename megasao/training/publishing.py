@@ -3,13 +3,20 @@
 Every rank has a publishing and enters ``publish``; the publisher, which tells the receivers and commits, is on rank 0.
 Invariants, asserted by the tests:
 - with ``disk`` no rank holds more than a bucket beyond its own weights, and nothing passes through rank 0;
+- with ``distributed`` nothing is sent between ranks, and no receiver can hold up the trainer: it waits for a copy of
+  its own share into host memory, and, before the next version, for the bounded end of the one before;
 - a rank that cannot write its share ends the publication on every rank, and no version appears.
 """
 
+import secrets
 import shutil
+import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
 
 from megasao.config import Config
 from megasao.config.rundir import RunDirectory
@@ -17,10 +24,14 @@ from megasao.config.weights import WeightsConfig
 from megasao.families.names import published_names
 from megasao.megatron.bridge import export_hf
 from megasao.megatron.bridge.outgoing import Outgoing, outgoing, stream_rows
+from megasao.megatron.bridge.share import RankShare
 from megasao.megatron.models import MegatronModel
-from megasao.megatron.runtime import Topology, gather_counts
+from megasao.megatron.runtime import Topology, gather_bytes, gather_counts
 from megasao.weights import directory
+from megasao.weights.messages import Share
 from megasao.weights.publisher import WeightPublisher
+from megasao.weights.serving import ShareServer, address_towards
+from megasao.weights.shared import SharedWeights, ShareManifest
 
 
 class Publishing(ABC):
@@ -90,7 +101,7 @@ class DiskPublishing(Publishing):
                 error = failure
         self._agree(path, error)
         if self.publisher is not None and ready is not None:
-            self.publisher.publish_directory(ready)
+            self.publisher.publish_elsewhere(ready)
 
     @property
     def _fp8(self) -> bool:
@@ -125,10 +136,65 @@ class DiskPublishing(Publishing):
         raise RuntimeError(f"rank {failed[0]} could not write weights to {path}: {reason}") from error
 
 
+@dataclass
+class DistributedPublishing(Publishing):
+    """Every rank keeps its share in host memory and serves it, at ``host``, to each receiver that asks."""
+
+    host: str
+    config: Config
+    topology: Topology
+    publisher: WeightPublisher | None
+    _share: RankShare | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        secret = secrets.token_bytes(32) if self.topology.rank == 0 else None
+        self._secret = self.topology.broadcast_bytes(secret)
+        self._server = ShareServer(self.host, self._secret, timeout_s=self.config.transport.weights_timeout_s)
+
+    def publish(self, version: int, model: MegatronModel) -> None:
+        if self.publisher is not None:
+            self.publisher.make_room(version)
+        self.topology.barrier()  # the version before is committed
+        self._server.retire()
+        if self._share is None:
+            fp8 = self.config.weights.dtype == "fp8_block"
+            self._share = RankShare(model, self.config.weights.bucket_bytes, fp8=fp8)
+        share, sums = self._share, self._fill(self._share)
+        manifest = msgspec.msgpack.encode(ShareManifest(share.pieces, share.total_bytes, share.bucket_bytes, sums))
+        self._server.offer(version, manifest, share.memory)
+        place = Share(self.topology.rank, self.host, self._server.port, share.total_bytes, zlib.crc32(manifest))
+        places = gather_bytes(msgspec.msgpack.encode(place))
+        if self.publisher is not None:
+            shares = [msgspec.msgpack.decode(each, type=Share) for each in places]
+            self.publisher.publish_elsewhere(SharedWeights(version, shares, self._secret))
+
+    def _fill(self, share: RankShare) -> list[int]:
+        """Checksums; RuntimeError on every rank if one has numbers that cannot be published. Collective."""
+        sums: list[int] = []
+        error: ValueError | None = None
+        try:
+            sums = share.fill()
+        except ValueError as failure:
+            error = failure
+        failed = [rank for rank, lost in enumerate(gather_counts(error is not None)) if lost]
+        if failed:
+            reason = error or "its own message says why"
+            raise RuntimeError(f"rank {failed[0]} could not make a version: {reason}") from error
+        return sums
+
+    def close(self) -> None:
+        super().close()
+        self._server.close()
+
+
 def make_publishing(
     run: RunDirectory, config: Config, topology: Topology, publisher: WeightPublisher | None
 ) -> Publishing:
-    """The transport that the config asks for."""
+    """The transport that the config asks for. ValueError if this machine has no way to where weights are announced."""
+    if config.weight_transport == "distributed":
+        announced_at = urlsplit(run.read_endpoints().weights).hostname
+        assert announced_at is not None
+        return DistributedPublishing(address_towards(announced_at), config, topology, publisher)
     if config.weight_transport == "disk":
         return DiskPublishing(run.published(config), config.weights, topology, publisher)
     return StreamPublishing(publisher)

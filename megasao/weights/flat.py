@@ -16,7 +16,11 @@ import torch
 from megasao.weights.messages import Announce, TensorSpec
 
 _ALIGNMENT = 64
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+}
+"""What travels."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ def pack(version: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -
     specs, offset = [], 0
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in _DTYPES:
-            raise ValueError(f"weights to publish: {name} has dtype {dtype}; expected one of {sorted(_DTYPES)}")
+        if dtype not in DTYPES:
+            raise ValueError(f"weights to publish: {name} has dtype {dtype}; expected one of {sorted(DTYPES)}")
         specs.append(TensorSpec(name, dtype, tuple(tensor.shape), offset))
         offset += _padded(tensor.numel() * tensor.element_size())
     buffer = torch.zeros(offset, dtype=torch.uint8)
@@ -86,8 +90,8 @@ def check_manifest(specs: Sequence[TensorSpec], total_bytes: int, bucket_bytes: 
         raise ValueError("manifest: a tensor name appears twice")
     offset = 0
     for spec in specs:
-        if spec.dtype not in _DTYPES:
-            raise ValueError(f"manifest: {spec.name} has dtype {spec.dtype!r}, expected one of {sorted(_DTYPES)}")
+        if spec.dtype not in DTYPES:
+            raise ValueError(f"manifest: {spec.name} has dtype {spec.dtype!r}, expected one of {sorted(DTYPES)}")
         if any(size < 0 for size in spec.shape):
             raise ValueError(f"manifest: {spec.name} has a negative size in {spec.shape}")
         if spec.offset != offset:
@@ -100,11 +104,11 @@ def check_manifest(specs: Sequence[TensorSpec], total_bytes: int, bucket_bytes: 
 def _views(specs: Sequence[TensorSpec], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     for spec in specs:
         piece = buffer[spec.offset : spec.offset + _bytes(spec)]
-        yield spec.name, piece.view(_DTYPES[spec.dtype]).view(spec.shape)
+        yield spec.name, piece.view(DTYPES[spec.dtype]).view(spec.shape)
 
 
 def _bytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * _DTYPES[spec.dtype].itemsize
+    return math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
 
 
 def _padded(size: int) -> int:

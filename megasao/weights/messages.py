@@ -1,8 +1,8 @@
 """The messages between the weight publisher (trainer) and its receivers (rollout workers).
 
-The receiver drives the transfer: it is told what there is, fetches it bucket by bucket or reads it from the announced
-directory, and says when it is ready. Every
-message may be sent twice or be lost without harm, because the receiver repeats its state with each heartbeat.
+The receiver drives the transfer: it is told what there is, fetches it (bucket by bucket, from the announced directory,
+or from every rank of the trainer), and says when it is ready. Every message may be sent twice or be lost without harm,
+because the receiver repeats its state with each heartbeat.
 
 ``epoch`` is a random name of one life of the publisher: after its restart the same version number may mean other
 weights, so nothing of an older epoch is ever mixed with it.
@@ -92,6 +92,25 @@ class AnnounceDirectory(msgspec.Struct, tag=True, frozen=True):
     manifest_crc32: int
 
 
+class Share(msgspec.Struct, frozen=True):
+    """What one rank of the trainer holds of a version: at ``host``:``port``, with the CRC-32 of its manifest."""
+
+    rank: int
+    host: str
+    port: int
+    total_bytes: int
+    manifest_crc32: int
+
+
+class AnnounceShares(msgspec.Struct, tag=True, frozen=True):
+    """This version lies in the memory of the trainer's ranks, which give it to whoever knows ``secret``."""
+
+    epoch: str
+    version: int
+    shares: list[Share]
+    secret: bytes
+
+
 class Bucket(msgspec.Struct, tag=True, frozen=True):
     """One piece of the flat buffer (the payload), with the CRC-32 of its bytes."""
 
@@ -123,4 +142,4 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 FromReceiver = Hello | Fetch | Ready | Committed | Failed
-ToReceiver = Current | Announce | AnnounceDirectory | Bucket | Commit | Quarantine | Refused
+ToReceiver = Current | Announce | AnnounceDirectory | AnnounceShares | Bucket | Commit | Quarantine | Refused

@@ -76,6 +76,9 @@ def weight_plan(loads: list[list[int]], assumed: PlanConfig, workers: int) -> We
     link, storage, sums = (
         speed * 1e9 for speed in (assumed.link_gb_per_s, assumed.storage_gb_per_s, assumed.checksum_gb_per_s)
     )
+    host, fetch, own = (
+        speed * 1e9 for speed in (assumed.host_gb_per_s, assumed.fetch_gb_per_s, assumed.node_storage_gb_per_s)
+    )
     to_node = link * min(assumed.engine_gpus, assumed.node_gpus)
     stream = {
         "gather": (total - loads[0][0]) / link,
@@ -88,10 +91,17 @@ def weight_plan(loads: list[list[int]], assumed: PlanConfig, workers: int) -> We
         "check": max(total / sums, workers * total / storage),
         "load": max(total / to_node, engines * nodes * total / storage),
     }
+    distributed = {
+        "copy": fullest / host,
+        "fetch": max(total / fetch, engines * nodes * fullest / link),  # checked as it arrives
+        "write": total / own,
+        "load": max(total / to_node, total / own),
+    }
     return WeightPlan(
         loads,
         [
             Route("stream", stream, "trainer rank 0 and every worker hold all of it"),
             Route("disk", disk, "nobody holds more than a bucket"),
+            Route("distributed", distributed, "a rank's host holds its share, a server's node all of it"),
         ],
     )

@@ -12,9 +12,10 @@ from typing import Literal
 
 from megasao.weights.directory import PublishedWeights
 from megasao.weights.flat import FlatWeights
+from megasao.weights.shared import SharedWeights
 
-Payload = FlatWeights | PublishedWeights
-"""A version as it is announced: in memory, or in a directory."""
+Payload = FlatWeights | PublishedWeights | SharedWeights
+"""A version as it is announced: in memory, in a directory, or in the memory of all ranks."""
 
 
 @dataclass(frozen=True)

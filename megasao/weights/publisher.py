@@ -1,6 +1,7 @@
 """The trainer's side of live weights: announces a version, serves its buckets, and commits it on all receivers.
 
-A version is either here in memory, and goes out in buckets, or lies in a directory that the receivers read.
+A version is either here in memory, and goes out in buckets, or lies elsewhere: in a directory that the receivers read,
+or in the memory of the trainer's ranks, which they ask.
 
 Runs in a thread of its own beside the training loop. Invariants, asserted by the tests:
 - a version is committed on all live receivers together; one that fails, is late or falls silent is quarantined by
@@ -44,6 +45,7 @@ from megasao.weights.messages import (
     ToReceiver,
 )
 from megasao.weights.publication import Payload, Publication, PublishResult
+from megasao.weights.shared import SharedWeights
 
 _log = logging.getLogger(__name__)
 
@@ -99,8 +101,8 @@ class WeightPublisher:
         assert len(weights.checksums) == weights.buckets  # computed here, not in the serving thread
         self._send_out(weights)
 
-    def publish_directory(self, weights: PublishedWeights) -> None:
-        """Announce a version that lies complete in a directory. Waits and raises as :meth:`publish`."""
+    def publish_elsewhere(self, weights: PublishedWeights | SharedWeights) -> None:
+        """Announce a version that lies complete in a directory or on the ranks. Waits and raises as :meth:`publish`."""
         self.make_room(weights.version)
         self._send_out(weights)
 
@@ -245,7 +247,7 @@ class WeightPublisher:
         if (fetch.epoch, fetch.version) != (self.epoch, target.version):
             self._announce(name, target)
         elif not isinstance(target, FlatWeights):
-            self._send(name, Refused(f"version {target.version} is in a directory, not in buckets"))
+            self._send(name, Refused(f"version {target.version} is not to be had in buckets here"))
         elif not 0 <= fetch.bucket < target.buckets:
             self._send(name, Refused(f"bucket {fetch.bucket} of version {target.version}: it has {target.buckets}"))
         else:

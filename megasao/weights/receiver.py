@@ -25,9 +25,11 @@ from megasao.transport.codec import MalformedMessage, decode, encode
 from megasao.transport.endpoints import connect_dealer
 from megasao.transport.keys import CurveKeys
 from megasao.weights.download import DirectoryDownload, Download
+from megasao.weights.fetching import NodesDownload, SharesDownload
 from megasao.weights.messages import (
     Announce,
     AnnounceDirectory,
+    AnnounceShares,
     Bucket,
     Commit,
     Committed,
@@ -40,8 +42,12 @@ from megasao.weights.messages import (
     Refused,
     ToReceiver,
 )
+from megasao.weights.shared import BufferPool
 
 _log = logging.getLogger(__name__)
+
+AnyDownload = Download | DirectoryDownload | SharesDownload | NodesDownload
+"""A version on its way in, by one transport."""
 
 LONGEST_PAUSE_S = 60.0
 """Between two attempts at one version."""
@@ -73,8 +79,13 @@ class WeightReceiver:
         identity: bytes,
         config: TransportConfig,
         keys: CurveKeys | None = None,
+        on_nodes: bool = False,
     ) -> None:
-        """``config.weights_timeout_s`` bounds every call of an engine and every wait for a bucket."""
+        """``config.weights_timeout_s`` bounds every call of an engine and every wait for a bucket.
+
+        ``on_nodes``: what lies in the memory of the trainer's ranks is taken by the nodes of the engines themselves.
+        """
+        self._on_nodes = on_nodes
         self._address, self._identity, self._engines = address, identity, engines
         self._name = identity.decode("utf-8")
         self._keys, self._high_water_mark = keys, config.high_water_mark
@@ -83,7 +94,8 @@ class WeightReceiver:
         self._epoch: str | None = None
         self._version: int | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
-        self._download: Download | DirectoryDownload | None = None
+        self._download: AnyDownload | None = None
+        self._pool = BufferPool()
         self._pauses = _Pauses(self._heartbeat_s)
         self._changed = asyncio.Condition()
         self._heard_at: float | None = None
@@ -187,7 +199,7 @@ class WeightReceiver:
 
     async def _handle(self, message: Any, payload: bytes) -> None:
         download = self._download
-        if isinstance(message, Announce | AnnounceDirectory):
+        if isinstance(message, Announce | AnnounceDirectory | AnnounceShares):
             await self._on_announce(message)
         elif isinstance(message, Refused):
             self._refuse(f"the publisher refused ours: {message.reason}")
@@ -205,7 +217,7 @@ class WeightReceiver:
             elif download.staged:
                 await self._commit(download)
 
-    async def _on_announce(self, announce: Announce | AnnounceDirectory) -> None:
+    async def _on_announce(self, announce: Announce | AnnounceDirectory | AnnounceShares) -> None:
         """Start on a version, unless it is the one that we run or are loading already, or has just failed."""
         wanted = (announce.epoch, announce.version)
         if wanted == (self._epoch, self._version) or self._pauses.holds(wanted):
@@ -215,13 +227,21 @@ class WeightReceiver:
                 return
             await self._discard(self._download)
         try:
-            self._download = Download(announce) if isinstance(announce, Announce) else DirectoryDownload(announce)
+            self._download = self._begin(announce)
         except ValueError as error:
             self._refuse(str(error))
             self.quarantined = str(error)
             await self._send(Failed(announce.epoch, announce.version, str(error)))
             return
         await self._go_on(self._download)
+
+    def _begin(self, announce: Announce | AnnounceDirectory | AnnounceShares) -> AnyDownload:
+        """ValueError for a version that cannot be."""
+        if isinstance(announce, Announce):
+            return Download(announce)
+        if isinstance(announce, AnnounceDirectory):
+            return DirectoryDownload(announce)
+        return NodesDownload(announce) if self._on_nodes else SharesDownload(announce, self._pool)
 
     async def _on_bucket(self, download: Download, bucket: Bucket, payload: bytes) -> None:
         try:
@@ -231,7 +251,7 @@ class WeightReceiver:
             return
         await self._go_on(download)
 
-    async def _go_on(self, download: Download | DirectoryDownload) -> None:
+    async def _go_on(self, download: AnyDownload) -> None:
         """Ask for what is missing; once all is here and intact, stage it in the engines."""
         if isinstance(download, Download):
             for bucket in download.next_buckets():
@@ -248,7 +268,7 @@ class WeightReceiver:
         download.staged = True
         await self._send(Ready(download.epoch, download.version))
 
-    async def _commit(self, download: Download | DirectoryDownload) -> None:
+    async def _commit(self, download: AnyDownload) -> None:
         reason = await self._on_engines("commit_weights", download.version)
         if reason is not None:
             await self._give_up(download, reason)
@@ -271,7 +291,7 @@ class WeightReceiver:
                 return f"engine {index} of {self._name}: {method}: {error}"
         return None
 
-    async def _give_up(self, download: Download | DirectoryDownload, reason: str) -> None:
+    async def _give_up(self, download: AnyDownload, reason: str) -> None:
         """Tell the publisher, forget the download; the next heartbeat starts again."""
         _log.warning("weights %d not taken: %s", download.version, reason)
         self.quarantined = reason
@@ -279,7 +299,7 @@ class WeightReceiver:
         await self._discard(download)
         await self._send(Failed(download.epoch, download.version, reason))
 
-    async def _discard(self, download: Download | DirectoryDownload) -> None:
+    async def _discard(self, download: AnyDownload) -> None:
         await self._on_engines("discard_weights", download.version)
         if self._download is download:
             self._download = None

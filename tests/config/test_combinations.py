@@ -99,6 +99,12 @@ CASES = [
         "transport = disk",
     ),
     (
+        ["weights.node_directory=shm"],
+        ["weights.node_directory=/dev/shm"],
+        "weights.node_directory",
+        "an absolute path",
+    ),
+    (
         ["weights.dtype=fp8_block"],
         ["weights.dtype=fp8_block", "rollout.engine=sglang"],
         "weights.dtype",
@@ -108,7 +114,7 @@ CASES = [
         ["weights.dtype=fp8_block", "rollout.engine=sglang", "weights.transport=stream"],
         ["weights.dtype=fp8_block", "rollout.engine=sglang", "weights.transport=disk"],
         "weights.dtype",
-        "or set disk",
+        "or set disk or distributed",
     ),
     (
         ["weights.dtype=fp8_block", "rollout.engine=sglang", "rollout.sglang.server_args={quantization: awq}"],
@@ -250,6 +256,7 @@ def test_weights_travel_by_disk_to_servers_and_in_buckets_to_the_embedded_engine
     assert load_config(LAPTOP, ["weights.transport=disk"]).weight_transport == "disk"
     assert load_config(configs / "laptop_sglang.yaml").weight_transport == "disk"
     assert load_config(configs / "laptop_sglang.yaml", ["weights.transport=stream"]).weight_transport == "stream"
+    assert load_config(LAPTOP, ["weights.transport=distributed"]).weight_transport == "distributed"
 
 
 # against the model's config.json

@@ -89,6 +89,44 @@ def test_trainer_and_servers_agree_and_a_killed_server_is_replaced(
     assert staged and all(file.name.startswith("rank-") for file in staged), "links to what the trainer wrote"
 
 
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_servers_take_their_weights_from_the_memory_of_the_trainer(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No shared directory holds a version; a server that is killed catches up alone; engine and trainer agree."""
+    monkeypatch.setattr(runs, "TIMEOUT_S", 800.0)
+    nodes = tmp_path / "node"
+    config = runs.write_config(
+        tmp_path / "config.yaml",
+        model,
+        loop={"mode": "sync", "steps": 4, "batch_size": 8, "batch_timeout_s": 600.0},
+        rollout=SGLANG,
+        supervision=PATIENT,
+        evaluation={"problems": 8, "every": 2, "timeout_s": 600.0},
+        weights={"transport": "distributed", "node_directory": str(nodes)},
+    )
+    process = runs.start(config)
+    run = runs.directory(config)
+    metrics = run.metrics / "trainer.jsonl"
+    runs.wait_until(lambda: metrics.exists() and len(runs.steps(run)) >= 2, process, config)
+    assert list(nodes.glob("*/engine-0-0/*/*.safetensors")) and list(
+        nodes.glob("*/engine-0-evaluation/*/*.safetensors")
+    )
+    (server,) = [p for p in processes_of(tmp_path) if "serve" in command(p) and "engine-0-0" in command(p)[-2]]
+    server.send_signal(signal.SIGKILL)
+    runs.finish(process, config)
+
+    runs.check_books(run, total_steps=4)
+    lines = runs.steps(run)
+    assert all(line["actor/current_log_ratio_abs_max"] < 1e-5 for line in lines[1:])
+    assert min(line["actor/grad_norm"] for line in lines[1:]) > 0, "a run that does not move agrees for nothing"
+    assert all(line["data/lag_max"] == 0 for line in lines)
+    assert "restarting engine-0-0 (1 of" in (run.logs / "launcher.log").read_text(encoding="utf-8")
+    assert {("greedy", 0), ("greedy", 2)} <= {(e["mode"], e["newest_version"]) for e in runs.evaluations(run)}
+    assert not list((run.path / "weights").rglob("*.safetensors")) and not list(nodes.rglob("*.safetensors"))
+
+
 @pytest.mark.timeout(900)
 def test_nothing_is_left_of_a_launcher_that_was_killed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

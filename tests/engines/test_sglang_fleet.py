@@ -21,8 +21,12 @@ from sglang_server import RunningServer, needs_sglang, sglang_config
 
 from megasao.rollout.engines.base import EngineError, GenerateRequest, GenerateResult, SamplingParams
 from megasao.rollout.engines.sglang import SGLangEngine
+from megasao.rollout.engines.sglang_weights import read_layout
 from megasao.rollout.fleet import Fleet, joined, preference
 from megasao.weights.directory import prune
+from megasao.weights.nodes import NodeDirectory, NodeWeights, ServerNodes
+from megasao.weights.shared import ShareTensors
+from tests.weights.share_world import cut_in_two
 from tests.weights.weight_world import Disk, opened, write_version
 
 CONFIG = sglang_config(stream_interval=1, silence_timeout_s=5.0)
@@ -208,6 +212,42 @@ def test_with_no_server_left_an_episode_fails_in_time(world: World) -> None:
             await fleet.generate(make_request("episode"))
 
     world.run(body, count=1)
+
+
+@needs_sglang
+def test_a_server_is_not_used_while_one_of_its_nodes_lacks_the_weights(world: World) -> None:
+    """Versions that the nodes take from the trainer's ranks themselves: the second server has two, and one is late."""
+    tensors, layout = perturb(load_tensors(world.checkpoint), 6), read_layout(world.checkpoint)
+
+    def node(name: str) -> NodeDirectory:
+        return NodeDirectory(world.directory / name, world.directory / f"{name}.json", layout, file_bytes=2**16)
+
+    async def take(one: NodeDirectory) -> None:
+        await one.prepare_weights(2, ShareTensors(cut_in_two(tensors), "2.life"))
+
+    async def body(fleet: Fleet) -> list[GenerateResult]:
+        first, second, late = (node(name) for name in ("first", "second", "late"))
+        for server, names in zip(world.servers, (["first"], ["second", "late"]), strict=True):
+            markers = [world.directory / f"{name}.json" for name in names]
+            fleet._replicas[server.url].engine._nodes = ServerNodes(world.directory / names[0], markers)
+        await take(first)
+        await take(second)
+        await load(fleet, 2, NodeWeights("2.life"))
+        assert fleet.usable == [world.servers[0].url] and fleet.weight_version == 2
+        results = [await fleet.generate(make_request("before", tokens=20))]
+        await take(late)
+        async with asyncio.timeout(60):
+            while len(fleet.usable) < 2:
+                await asyncio.sleep(0.05)
+        for number, server in enumerate(world.servers):
+            fleet._placed[str(number)] = fleet._replicas[server.url]
+            results.append(await fleet.generate(make_request(str(number), tokens=20)))
+        return results
+
+    changed = save_tensors(world.checkpoint, world.directory / "changed", tensors)
+    for result in world.run(body):
+        assert result.weight_versions == [(0, 2)]
+        check(changed, result)
 
 
 @needs_sglang

@@ -190,13 +190,21 @@ def test_seconds_follow_from_bytes_and_speeds() -> None:
         link_gb_per_s=2.0,
         storage_gb_per_s=10.0,
         checksum_gb_per_s=4.0,
+        host_gb_per_s=3.0,
+        fetch_gb_per_s=4.0,
+        node_storage_gb_per_s=8.0,
     )
     gigabytes = [[30, 10], [20, 20]]
     plan = weight_plan([[each * 10**9 for each in stage] for stage in gigabytes], assumed, workers=3)
-    stream, disk = plan.routes
+    stream, disk, distributed = plan.routes
     assert plan.total == 80 * 10**9
     assert stream.phases == {"gather": 25.0, "send": 120.0, "check": 20.0, "load": 32.0}
     assert disk.phases == {"write": 15.0, "check": 24.0, "load": 32.0}
+    assert distributed.phases == {"copy": 10.0, "fetch": 60.0, "write": 10.0, "load": 10.0}, (
+        "four nodes ask the fullest"
+    )
+    slower = weight_plan(plan.shares, assumed.model_copy(update={"fetch_gb_per_s": 1.0}), 3)
+    assert slower.routes[2].phases["fetch"] == 80.0, "now what one node can take"
     faster = weight_plan(plan.shares, assumed.model_copy(update={"storage_gb_per_s": 1000.0}), 3)
     assert faster.routes[1].phases == {"write": 15.0, "check": 20.0, "load": 5.0}, "now links and checksums are slower"
 
@@ -217,6 +225,7 @@ def test_the_report_says_it_all(glm: Plan) -> None:
         "stage 1: 32 ranks write 157.9 GB, 4.90 to 5.03 GB each",
         "100 GB/s of the shared storage",
         "disk (weights.transport): about",
+        "distributed: about",
         "trainer rank 0 and every worker hold all of it",
     ):
         assert part in text, part

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 from torch import Tensor, distributed
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,12 +17,15 @@ from megasao.config.weights import WeightsConfig
 from megasao.launch.ports import free_ports
 from megasao.megatron import runtime
 from megasao.megatron.bridge import export_hf, outgoing
+from megasao.megatron.bridge import share as share_module
+from megasao.megatron.bridge.share import RankShare
 from megasao.megatron.checkpoint import save_model
 from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.optimizer import build_optimizer
 from megasao.training.publishing import DiskPublishing
 from megasao.weights import directory
 from megasao.weights.publisher import WeightPublisher
+from megasao.weights.shared import ShareManifest
 from tests.megatron.tiny import make_config
 
 Payload = dict[str, Any]
@@ -55,8 +59,19 @@ def _publish(job: Payload) -> Any:
     shares = outgoing.outgoing(model, fp8=options.dtype == "fp8_block")
     written = sum(info.nbytes for share in shares if share.mine for info in share.infos)
     publishing.close()
+    keep_share(model, job, topology.rank)
     runtime.clear_layout()
     return {"directory": found, "peak": peak, "gathered_peak": whole, "written": written}
+
+
+def keep_share(model: MegatronModel, job: Payload, rank: int) -> None:
+    """Write what this rank would give out from its memory."""
+    with mistake(job.get("mistake")):
+        share = RankShare(model, job["bucket_bytes"], fp8="weights" in job)
+        manifest = ShareManifest(share.pieces, share.total_bytes, share.bucket_bytes, share.fill())
+    out = Path(job["out"])
+    (out / f"{rank}.manifest").write_bytes(msgspec.msgpack.encode(manifest))
+    (out / f"{rank}.share").write_bytes(share.memory.data)
 
 
 def cannot_write(payload: Payload) -> Any:
@@ -133,8 +148,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 @contextmanager
 def mistake(name: str | None) -> Iterator[None]:
-    """A deliberate mistake: ``order`` puts shards together the wrong way round, ``blocks`` begins blocks at the cut,
-    ``alone`` makes scales of this rank's numbers."""
+    """A deliberate mistake: ``order`` puts shards together, or says that they lie, the wrong way round; ``blocks``
+    begins blocks at the cut, ``alone`` makes scales of this rank's numbers."""
     if name is None:
         yield
         return
@@ -146,12 +161,19 @@ def mistake(name: str | None) -> Iterator[None]:
         with patch.object(outgoing.distributed, "all_reduce"):
             yield
         return
-    right = outgoing._whole_rows
+    right, placed = outgoing._whole_rows, share_module._piece
 
     def turned(chunk: Any, pieces: list[Tensor]) -> Iterator[Any]:
         return right(chunk, pieces[::-1])
 
-    with patch.object(outgoing, "_whole_rows", turned):
+    def misplaced(of: Any, part: int, offset: int) -> Any:
+        piece = placed(of, part, offset)
+        if piece is None or piece.whole == piece.shape:
+            return piece
+        last = piece.whole[piece.dim] - piece.shape[piece.dim]
+        return msgspec.structs.replace(piece, start=last - piece.start)
+
+    with patch.object(outgoing, "_whole_rows", turned), patch.object(share_module, "_piece", misplaced):
         yield
 
 

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,6 +15,7 @@ from megasao.families.names import carried_names
 from megasao.planning.plan import published_shares
 from megasao.planning.tensors import model_tensors
 from megasao.storage.hf_directory import checkpoint_files
+from megasao.weights.shared import ShareManifest, ShareTensors, bucket_sum, check_manifest
 from tests.conversion.support import convert, write_family
 from tests.megatron.tiny import make_config
 from tests.megatron.world import run_world
@@ -54,6 +57,20 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in checkpoint_files(directory) for name, t in load_file(file).items()}
 
 
+def shares_of(out: Path) -> dict[str, torch.Tensor]:
+    """What a receiver makes of the four ranks' memory, checksums compared."""
+    shares = []
+    for rank in range(4):
+        manifest = msgspec.msgpack.decode((out / f"{rank}.manifest").read_bytes(), type=ShareManifest)
+        data = np.frombuffer((out / f"{rank}.share").read_bytes(), np.uint8).copy()
+        check_manifest(manifest, data.size)
+        buckets = range(0, data.size, manifest.bucket_bytes)
+        assert manifest.sums == [bucket_sum(data[at : at + manifest.bucket_bytes]) for at in buckets]
+        shares.append((manifest, data))
+    assert max(data.size for _, data in shares) < 2 * min(data.size for _, data in shares) + 2 * BUCKET
+    return dict(ShareTensors(shares))
+
+
 def different(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
     """Names that only one has, or whose dtype, shape or bits differ."""
     wrong = ours.keys() ^ theirs.keys()
@@ -75,13 +92,16 @@ def test_what_is_published_is_what_a_conversion_writes(tmp_path: Path) -> None:
         source, out = Path(job["path"]), Path(job["out"])
         by_rank = [result[index] for result in results]
         assert convert("megatron-to-hf", out / "checkpoint", out / "back", "--model", source) == 0
+        given_out = shares_of(out)
         carried = carried_names(read_hf_config(source))  # of multi-token prediction: not trained, not published
         published = tensors(Path(by_rank[0]["directory"][0]))
         wrong = different(published, {key: t for key, t in tensors(out / "back").items() if key not in carried})
         if "mistake" in job:
             assert len(wrong) > 8, "the comparison sees shards in the wrong order"
+            assert len(different(given_out, tensors(out / "back"))) > 8, "also where they are put together late"
             continue
         assert wrong == [], name
+        assert different(given_out, published) == [], f"{name}, from the memory of the ranks"
         total = sum(t.nbytes for t in published.values())
         written = [each["written"] for each in by_rank]
         assert sum(written) == total, "every tensor is written once"

@@ -5,10 +5,12 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
+from share_world import Distributed
 from weight_world import (
     FAST,
     Disk,
@@ -32,19 +34,26 @@ from megasao.weights.messages import Announce, Bucket, Fetch, FromReceiver, Hell
 from megasao.weights.publisher import WeightPublisher
 from megasao.weights.receiver import WeightReceiver
 
+Way = Stream | Disk | Distributed
 
-@pytest.fixture(params=["stream", "disk"])
-def way(request: pytest.FixtureRequest, tmp_path: Path) -> Stream | Disk:
+
+@pytest.fixture(params=["stream", "disk", "distributed"])
+def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Way]:
     """How a version travels; the protocol around it is one."""
-    return Disk(tmp_path / "published") if request.param == "disk" else Stream()
+    if request.param == "distributed":
+        ranks = Distributed()
+        yield ranks
+        ranks.close()
+    else:
+        yield Disk(tmp_path / "published") if request.param == "disk" else Stream()
 
 
-async def publish(sender: WeightPublisher, version: int, seed: int, way: Stream | Disk | None = None):
+async def publish(sender: WeightPublisher, version: int, seed: int, way: Way | None = None):
     await asyncio.to_thread((way or Stream()).send, sender, version, weights(seed))
     return await asyncio.to_thread(sender.wait)
 
 
-def test_every_engine_gets_every_version_bit_for_bit(way: Stream | Disk) -> None:
+def test_every_engine_gets_every_version_bit_for_bit(way: Way) -> None:
     async def main() -> None:
         address, sinks = free_address(), [RecordingSink() for _ in range(4)]
         with publisher(address) as sender:
@@ -66,7 +75,7 @@ def test_every_engine_gets_every_version_bit_for_bit(way: Stream | Disk) -> None
     asyncio.run(main())
 
 
-def test_publishing_to_nobody_and_a_late_joiner_that_gets_the_newest(way: Stream | Disk) -> None:
+def test_publishing_to_nobody_and_a_late_joiner_that_gets_the_newest(way: Way) -> None:
     async def main() -> None:
         address, sink = free_address(), RecordingSink()
         with publisher(address) as sender:
@@ -80,7 +89,7 @@ def test_publishing_to_nobody_and_a_late_joiner_that_gets_the_newest(way: Stream
     asyncio.run(main())
 
 
-def test_receiver_that_starts_before_the_publisher(way: Stream | Disk) -> None:
+def test_receiver_that_starts_before_the_publisher(way: Way) -> None:
     async def main() -> None:
         address, sink = free_address(), RecordingSink()
         async with receiving(address, sink) as receiver:
@@ -145,7 +154,7 @@ def test_lost_messages_are_asked_for_again() -> None:
     asyncio.run(main())
 
 
-def test_receiver_that_never_answers_delays_by_one_phase_at_most(way: Stream | Disk) -> None:
+def test_receiver_that_never_answers_delays_by_one_phase_at_most(way: Way) -> None:
     config = FAST.model_copy(update={"weights_timeout_s": 0.5, "dead_after_s": 60.0})
 
     async def main() -> None:
@@ -165,7 +174,7 @@ def test_receiver_that_never_answers_delays_by_one_phase_at_most(way: Stream | D
     asyncio.run(main())
 
 
-def test_receiver_that_falls_silent_is_forgotten(way: Stream | Disk) -> None:
+def test_receiver_that_falls_silent_is_forgotten(way: Way) -> None:
     config = FAST.model_copy(update={"dead_after_s": 0.3})
 
     async def main() -> None:
@@ -211,7 +220,7 @@ class StubbornSink(RecordingSink):
 
 @pytest.mark.parametrize("call", ["prepare", "commit"])
 @pytest.mark.parametrize("trouble", ["fail", "refuse", "hang"])
-def test_engine_in_trouble_is_quarantined_by_name_and_heals(call: str, trouble: str, way: Stream | Disk) -> None:
+def test_engine_in_trouble_is_quarantined_by_name_and_heals(call: str, trouble: str, way: Way) -> None:
     config = FAST.model_copy(update={"weights_timeout_s": 1.0})
 
     async def main() -> None:
@@ -233,7 +242,7 @@ def test_engine_in_trouble_is_quarantined_by_name_and_heals(call: str, trouble: 
     asyncio.run(main())
 
 
-def test_overlapping_publications_are_serialised(way: Stream | Disk) -> None:
+def test_overlapping_publications_are_serialised(way: Way) -> None:
     async def main() -> None:
         address, sinks = free_address(), [RecordingSink(), RecordingSink()]
         with publisher(address) as sender:
@@ -266,7 +275,7 @@ def test_versions_must_grow_within_one_life() -> None:
         sender.publish(4, weights(0))
 
 
-def test_restarted_publisher_is_followed_to_a_lower_version(way: Stream | Disk) -> None:
+def test_restarted_publisher_is_followed_to_a_lower_version(way: Way) -> None:
     async def main() -> None:
         address, sink = free_address(), RecordingSink()
         async with receiving(address, sink) as receiver:
@@ -323,7 +332,7 @@ def test_publisher_killed_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_restarted_receiver_takes_over_its_name_and_is_served_again(way: Stream | Disk) -> None:
+def test_restarted_receiver_takes_over_its_name_and_is_served_again(way: Way) -> None:
     async def main() -> None:
         address, first, second = free_address(), RecordingSink(), RecordingSink()
         with publisher(address) as sender:

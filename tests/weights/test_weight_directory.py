@@ -138,7 +138,7 @@ def test_a_damaged_shard_reaches_no_engine_and_the_next_version_heals(tmp_path: 
                 await asyncio.to_thread(sender.wait)
                 damaged = write_version(disk.root, 2, sender.epoch, weights(2))
                 flip_a_bit(next(damaged.path.glob("*.safetensors")))
-                await asyncio.to_thread(sender.publish_directory, damaged)
+                await asyncio.to_thread(sender.publish_elsewhere, damaged)
                 result = await asyncio.to_thread(sender.wait)
                 assert result.engines == [] and sorted(result.quarantined) == ["a", "b"]
                 assert "is damaged: its CRC-32 does not match" in result.quarantined["a"]

@@ -66,7 +66,7 @@ class Disk:
         sender.make_room(version)
         if sender._current is not None:
             directory.prune(self.root, sender.needed())
-        sender.publish_directory(write_version(self.root, version, sender.epoch, tensors))
+        sender.publish_elsewhere(write_version(self.root, version, sender.epoch, tensors))
 
     def versions(self) -> list[str]:
         return sorted(path.name.partition("-")[0] for path in self.root.iterdir())

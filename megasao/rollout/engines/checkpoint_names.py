@@ -16,6 +16,7 @@ import torch
 
 from megasao.storage.header import TensorInfo
 from megasao.weights.directory import WeightDirectory
+from megasao.weights.shared import ShareTensors
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class CheckpointLayout:
 
 def check_tensors(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """ValueError naming what of ``shapes`` is missing in ``tensors``, extra, misshapen, or no float."""
-    if isinstance(tensors, WeightDirectory):
+    if isinstance(tensors, WeightDirectory | ShareTensors):
         tensors = tensors.infos
     missing = sorted(shapes.keys() - tensors.keys())
     extra = sorted(tensors.keys() - shapes.keys())

@@ -25,6 +25,7 @@ from megasao.rollout.engines.sampler import derive_seed
 from megasao.rollout.engines.sglang_arguments import vocab_size
 from megasao.rollout.engines.sglang_client import Piece, ServerClient, ServerUnreachable
 from megasao.rollout.engines.sglang_weights import StagedWeights, WeightStaging, version_of_label
+from megasao.weights.nodes import ServerNodes
 
 CALL_TIMEOUT_S = 30.0
 """Bound of a call that the server answers without computing."""
@@ -45,8 +46,9 @@ class SGLangEngine(Engine):
     """Drives the server at ``url``, which serves the checkpoint at ``path``.
 
     ``staging`` is a directory of its own for weights, which the server can read. ``max_total_tokens`` bounds input plus
-    new tokens of a request; ``seed`` is used by requests without one; ``key`` is what the server asks for. With ``fp8``
-    versions have their products in blocks of FP8, and the server starts without weights.
+    new tokens of a request; ``seed`` is used by requests without one; ``key`` is what the server asks for; ``nodes``
+    are those that it runs on, where they keep its weights themselves. With ``fp8`` versions have their products in
+    blocks of FP8, and the server starts without weights.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class SGLangEngine(Engine):
         start_timeout_s: float,
         update_timeout_s: float,
         key: str | None = None,
+        nodes: ServerNodes | None = None,
         fp8: bool = False,
     ) -> None:
+        self._nodes = nodes
         self.url, self._path, self._config, self._staging_path, self._key = url, path, config, staging, key
         self._max_total, self._seed, self._fp8 = max_total_tokens, seed, fp8
         self._start_timeout_s, self._update_timeout_s = start_timeout_s, update_timeout_s
@@ -236,19 +240,29 @@ class SGLangEngine(Engine):
 
     async def _update(self, weights: StagedWeights) -> None:
         client, mode = self._connected(), self._config.pause
-        if mode != "none":
-            await client.call("/pause_generation", {"mode": mode}, CALL_TIMEOUT_S)
         body = {
-            "model_path": str(weights.path),
+            "model_path": str(self._path_of(weights)),
             "load_format": "safetensors",
             "weight_version": weights.label,
             "flush_cache": mode != "in_place",
         }
+        if mode != "none":
+            await client.call("/pause_generation", {"mode": mode}, CALL_TIMEOUT_S)
         try:
             await client.call("/update_weights_from_disk", body, self._update_timeout_s)
+            self._path_of(weights)  # the first node answers for all, but another one may have lost it meanwhile
         finally:
             if mode != "none":
                 await asyncio.shield(client.call("/continue_generation", {}, CALL_TIMEOUT_S))
+
+    def _path_of(self, weights: StagedWeights) -> Path:
+        """Where the server reads a version. EngineError if one of its nodes does not have it (any more)."""
+        if weights.path is not None:
+            return weights.path
+        assert self._nodes is not None, "versions on nodes are for engines that have some"
+        if (reason := self._nodes.lacking(weights.label)) is not None:
+            raise EngineError(f"{self.url}: {reason}")
+        return self._nodes.directory / weights.label
 
     # the end
 

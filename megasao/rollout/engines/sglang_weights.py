@@ -1,7 +1,8 @@
 """Weight versions on disk, from which SGLang servers load them.
 
 A version is a directory of safetensors under Hugging Face names: one file that is written here, or links to those that
-the trainer's ranks wrote. Invariants, asserted by the tests:
+the trainer's ranks wrote; or the nodes of the servers have it (``megasao/weights/nodes.py``), and here is its label.
+Invariants, asserted by the tests:
 - a version is complete when its directory has its name: it is written beside it and renamed;
 - names and shapes are exactly those of the checkpoint that is served, without its layers of multi-token prediction
   (they are not trained), in FP8 with the scales of its blocks; a wrong tensor is refused by name, and nothing is
@@ -26,6 +27,7 @@ from megasao.conversion.blocks import FP8, scale_shape
 from megasao.families.names import SCALE, fp8_names, hf_names
 from megasao.rollout.engines.checkpoint_names import check_tensors
 from megasao.weights.directory import WeightDirectory
+from megasao.weights.nodes import NodeWeights
 
 _DTYPES = {
     "F64": torch.float64,
@@ -42,7 +44,8 @@ class StagedWeights:
 
     version: int
     label: str
-    path: Path
+    path: Path | None
+    """Where it is; None: every node of a server has it in its own directory."""
 
 
 class WeightStaging:
@@ -61,6 +64,9 @@ class WeightStaging:
     def stage(self, version: int, tensors: Mapping[str, Any]) -> StagedWeights:
         """Write a version in the checkpoint's dtypes, or link to one that is written; one that was staged before is
         removed. ValueError if wrong."""
+        if isinstance(tensors, NodeWeights):
+            self.staged = StagedWeights(version, tensors.label, None)
+            return self.staged
         check_tensors(tensors, {name: shape for name, (shape, _) in self._layout.items()})
         if self.staged is not None:
             self.discard(self.staged.version)
@@ -86,14 +92,15 @@ class WeightStaging:
 
     def commit(self, staged: StagedWeights) -> None:
         """``staged`` is current: the version before it is not needed any more."""
-        if self.committed is not None:
+        if self.committed is not None and self.committed.path is not None:
             shutil.rmtree(self.committed.path, ignore_errors=True)
         self.committed, self.staged = staged, None
 
     def discard(self, version: int) -> None:
         """Remove the staged version if it is ``version``."""
         if self.staged is not None and self.staged.version == version:
-            shutil.rmtree(self.staged.path, ignore_errors=True)
+            if self.staged.path is not None:
+                shutil.rmtree(self.staged.path, ignore_errors=True)
             self.staged = None
 
 

@@ -1,0 +1,167 @@
+"""One trainer rank's share of the newest version, for every receiver that asks: a thread of its own for each.
+
+Over one connection: a nonce to the receiver; the version that it wants, with a proof that it knows the secret; the
+manifest, length first (0: there is no such version); the share. Invariants, asserted by the tests:
+- the trainer never waits for a receiver: a share that is taken back cuts the connections of those who still read it;
+- a receiver that hangs, dies, or does not know the secret disturbs nobody else;
+- every wait is bounded.
+"""
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+
+from megasao.weights.shared import HostMemory
+
+logger = logging.getLogger(__name__)
+
+NONCE_BYTES = 16
+PROOF_BYTES = 32
+LENGTH = struct.Struct("<Q")
+_GRACE_S = 10.0
+_MOST_WAITING = 256
+"""Connections that the kernel keeps until they are accepted."""
+
+
+@dataclass(frozen=True)
+class _Offer:
+    version: int
+    manifest: bytes
+    share: HostMemory
+
+
+class ShareServer:
+    """Serves at ``host``, on a port that the system chooses."""
+
+    def __init__(self, host: str, secret: bytes, *, timeout_s: float) -> None:
+        """``timeout_s`` bounds the wait for a receiver that takes nothing. ValueError if ``host`` is not ours."""
+        self.host, self._secret, self._timeout_s = host, secret, timeout_s
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, 0), family=family, backlog=_MOST_WAITING)
+        except OSError as error:
+            raise ValueError(f"cannot serve weights at {host}: {error}; is it an address of this machine?") from error
+        self.port: int = self._listener.getsockname()[1]
+        self._offer: _Offer | None = None
+        self._peers: set[socket.socket] = set()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name="weight-share", daemon=True)
+        self._thread.start()
+
+    def offer(self, version: int, manifest: bytes, share: HostMemory) -> None:
+        """Serve this version from now on. ``share`` must not change before :meth:`retire`."""
+        with self._changed:
+            self._offer = _Offer(version, manifest, share)
+
+    def retire(self) -> None:
+        """Serve no version; on return nobody reads the share. RuntimeError if a connection cannot be cut."""
+        with self._changed:
+            self._offer = None
+            for peer in self._peers:
+                _cut(peer)
+            if not self._changed.wait_for(lambda: not self._peers, _GRACE_S):
+                raise RuntimeError(f"{len(self._peers)} connections to {self.host}:{self.port} do not end")
+
+    def close(self) -> None:
+        """Stop."""
+        self._closed = True
+        _cut(self._listener)
+        self._listener.close()
+        self._thread.join(_GRACE_S)
+        self.retire()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closed:
+                    logger.error("no more weights from %s:%d: %s", self.host, self.port, error)
+                return
+            with self._changed:
+                self._peers.add(peer)
+            threading.Thread(target=self._serve, args=(peer,), name="weight-share-peer", daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        try:
+            bound(peer, self._timeout_s)
+            offer = self._asked(peer)
+            manifest = offer.manifest if offer is not None else b""
+            peer.sendall(LENGTH.pack(len(manifest)) + manifest)
+            if offer is not None:
+                _send_all(peer, offer.share)
+        except (OSError, ValueError) as error:
+            logger.info("a receiver of weights is gone: %s", error)
+        finally:
+            with self._changed:
+                peer.close()
+                self._peers.discard(peer)
+                self._changed.notify_all()
+
+    def _asked(self, peer: socket.socket) -> _Offer | None:
+        """What the receiver asks for, if it is here. ValueError if it does not know the secret."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        peer.sendall(nonce)
+        asked = memoryview(bytearray(LENGTH.size + PROOF_BYTES))
+        receive_into(peer, asked)
+        if not hmac.compare_digest(asked[LENGTH.size :], proof(self._secret, nonce, bytes(asked[: LENGTH.size]))):
+            raise ValueError("it does not know the secret of this run")
+        (version,) = LENGTH.unpack(asked[: LENGTH.size])
+        with self._changed:
+            return self._offer if self._offer is not None and self._offer.version == version else None
+
+
+def proof(secret: bytes, nonce: bytes, asked: bytes) -> bytes:
+    """Shows that its sender knows ``secret``, and goes for one connection only."""
+    return hmac.digest(secret, nonce + asked, hashlib.sha256)
+
+
+def bound(connection: socket.socket, seconds: float) -> None:
+    """No single wait of a blocking socket lasts longer (a timeout of Python's would turn it into a polling one)."""
+    whole = int(seconds)
+    limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    connection.setblocking(True)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def receive_into(connection: socket.socket, place: memoryview) -> None:
+    """Fill ``place``. ConnectionError if the other side ends before, TimeoutError if nothing comes."""
+    while place:
+        try:
+            count = connection.recv_into(place, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise TimeoutError("nothing arrived in time") from None
+        if not count:
+            raise ConnectionError(f"the connection ended {len(place)} bytes too early")
+        place = place[count:]
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the network on which it reaches ``host``. ValueError if it does not."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ValueError(f"no way to {host}, where the trainer's first rank announces weights: {error}") from error
+
+
+def _send_all(connection: socket.socket, memory: HostMemory) -> None:
+    sent, total = 0, len(memory.data)
+    while sent < total:
+        sent += os.sendfile(connection.fileno(), memory.descriptor, sent, total - sent)
+
+
+def _cut(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

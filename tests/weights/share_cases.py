@@ -1,0 +1,51 @@
+"""What test worlds run for weights from the memory of the trainer's ranks: JSON in, JSON out."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megasao.megatron import runtime
+from megasao.megatron.bridge import export_hf
+from megasao.megatron.models import build_model
+from megasao.training.publishing import DistributedPublishing
+from megasao.weights.publisher import WeightPublisher
+from tests.megatron.tiny import make_config
+
+
+def one_life(payload: dict[str, Any]) -> Any:
+    """A trainer that publishes the version it loaded, changes its weights, and publishes the next.
+
+    Gives the engines of each publication, and writes both sets of weights, exported, into ``out``.
+    """
+    config = make_config(Path(payload["path"]), payload["parallel"])
+    topology = runtime.set_layout(config.parallel, seed=1)
+    model = build_model("actor", Path(payload["path"]), config)
+    publisher = WeightPublisher(payload["address"], config=config.transport) if topology.rank == 0 else None
+    publishing = DistributedPublishing("127.0.0.1", config, topology, publisher)
+    engines = []
+    for version in (payload["version"], payload["version"] + 1):
+        if publisher is not None:
+            _until_somebody_is_there(publisher)
+        publishing.publish(version, model)
+        exported = export_hf(model)
+        if publisher is not None:
+            engines.append(publisher.wait().engines)
+            save_file(exported, Path(payload["out"]) / f"{version}.safetensors")
+        with torch.no_grad():
+            for module in model.modules:
+                for parameter in module.parameters():
+                    parameter.add_(0.01)
+        topology.barrier()
+    publishing.close()
+    runtime.clear_layout()
+    return engines
+
+
+def _until_somebody_is_there(publisher: WeightPublisher) -> None:
+    deadline = time.monotonic() + 60
+    while not publisher._seen:
+        assert time.monotonic() < deadline, "no receiver said hello"
+        time.sleep(0.02)

@@ -1,0 +1,140 @@
+"""Helpers for weights that trainer ranks give out themselves: versions cut in two, and a wire that holds or damages."""
+
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+import torch
+
+from megasao.weights.messages import Share
+from megasao.weights.publisher import WeightPublisher
+from megasao.weights.serving import ShareServer
+from megasao.weights.shared import ALIGNMENT, HostMemory, Piece, SharedWeights, ShareManifest, bucket_sum
+
+SECRET = b"known to trainer and workers ..."
+SHARE_BUCKET = 1024
+
+
+def large(seed: int) -> dict[str, torch.Tensor]:
+    """More than sockets keep on their way: whoever sends it waits for whoever takes it."""
+    return {"large": torch.full((4096, 4096), float(seed))}
+
+
+def cut_in_two(tensors: Mapping[str, torch.Tensor]) -> list[tuple[ShareManifest, np.ndarray]]:
+    """The shares of two ranks: a matrix is cut by its columns, others are on one of them."""
+    rows: list[list[tuple[Piece, torch.Tensor]]] = [[], []]
+    for number, (name, tensor) in enumerate(tensors.items()):
+        dtype, whole = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        if tensor.ndim < 2:
+            rows[number % 2].append((Piece(name, dtype, whole, 0, 0, whole, 0), tensor))
+            continue
+        for rank, part in enumerate(tensor.tensor_split(2, dim=1)):
+            start = rank * ((whole[1] + 1) // 2)
+            rows[rank].append((Piece(name, dtype, whole, 1, start, tuple(part.shape), 0), part))
+    return [_share(pieces) for pieces in rows]
+
+
+def _share(rows: list[tuple[Piece, torch.Tensor]]) -> tuple[ShareManifest, np.ndarray]:
+    pieces, offset = [], 0
+    for piece, _ in rows:
+        pieces.append(msgspec.structs.replace(piece, offset=offset))
+        offset += -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
+    flat = torch.zeros(offset, dtype=torch.uint8)
+    for piece, (_, tensor) in zip(pieces, rows, strict=True):
+        piece.view(flat).copy_(tensor)
+    data = flat.numpy()
+    bucket = SHARE_BUCKET if offset < 2**20 else 2**20
+    sums = [bucket_sum(data[at : at + bucket]) for at in range(0, offset, bucket)]
+    return ShareManifest(pieces, offset, bucket, sums), data
+
+
+def offer(server: ShareServer, rank: int, version: int, share: tuple[ShareManifest, np.ndarray]) -> Share:
+    """Let ``server`` give out a share; how it is announced."""
+    raw = msgspec.msgpack.encode(share[0])
+    memory = HostMemory(share[1].size)
+    memory.data[:] = share[1]
+    server.offer(version, raw, memory)
+    return Share(rank, server.host, server.port, share[0].total_bytes, zlib.crc32(raw))
+
+
+class Distributed:
+    """Versions go out from two ranks; as the trainer does it. ``through`` may put a wire before the ranks."""
+
+    def __init__(self, host: str = "127.0.0.1", timeout_s: float = 5.0) -> None:
+        self.servers = [ShareServer(host, SECRET, timeout_s=timeout_s) for _ in range(2)]
+        self.through: Callable[[Share], Share] = lambda share: share
+
+    def send(self, sender: WeightPublisher, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        sender.make_room(version)
+        for server in self.servers:
+            server.retire()
+        shares = [
+            self.through(offer(server, rank, version, share))
+            for rank, (server, share) in enumerate(zip(self.servers, cut_in_two(tensors), strict=True))
+        ]
+        sender.publish_elsewhere(SharedWeights(version, shares, SECRET))
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+
+
+class Wire:
+    """Sits before one rank: what that sends passes ``change(position, data)``, and is held from ``hold_at`` on.
+
+    ``only_first``: the second connection, and later ones, are not held.
+    """
+
+    def __init__(
+        self,
+        share: Share,
+        change: Callable[[int, bytearray], None] = lambda position, data: None,
+        hold_at: int | None = None,
+        only_first: bool = False,
+    ) -> None:
+        self._target, self._change = (share.host, share.port), change
+        self._hold_at, self._only_first = hold_at, only_first
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.share = msgspec.structs.replace(share, port=self._listener.getsockname()[1])
+        self.held = threading.Event()
+        self._stop = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+                threading.Thread(target=self._asks, args=(near, far), daemon=True).start()
+                threading.Thread(target=self._answers, args=(far, near), daemon=True).start()
+
+    def _asks(self, near: socket.socket, far: socket.socket) -> None:
+        with suppress(OSError):
+            while data := near.recv(4096):
+                far.sendall(data)
+
+    def _answers(self, far: socket.socket, near: socket.socket) -> None:
+        position = 0
+        with suppress(OSError), far, near:
+            while data := bytearray(far.recv(512)):
+                self._change(position, data)
+                position += len(data)
+                near.sendall(data)
+                if self._holds(position):
+                    self.held.set()
+                    self._stop.wait(60)
+                    break
+            near.shutdown(socket.SHUT_RDWR)  # closing alone does not, while another thread reads from it
+
+    def _holds(self, position: int) -> bool:
+        past = self._hold_at is not None and position >= self._hold_at
+        return past and not (self._only_first and self.held.is_set())
+
+    def close(self) -> None:
+        """Both ends see the connection end."""
+        self._stop.set()
+        self._listener.close()

@@ -1,0 +1,152 @@
+"""Shares of a version: their checksums, their memory, what makes a whole; and the server of one rank."""
+
+import asyncio
+import gc
+import socket
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from share_world import SECRET, Distributed, cut_in_two, offer
+from weight_world import equal, weights
+
+from megasao.weights.fetching import SharesDownload
+from megasao.weights.messages import AnnounceShares, Share
+from megasao.weights.serving import ShareServer, address_towards
+from megasao.weights.shared import BufferPool, HostMemory, ShareTensors, bucket_sum, check_manifest
+
+
+def test_a_checksum_sees_every_changed_word_and_words_that_change_places() -> None:
+    words = np.random.default_rng(0).integers(0, 2**64, 512, dtype=np.uint64)
+    bucket = words.view(np.uint8)
+    right, plain = bucket_sum(bucket), int(words.sum())
+    for place in range(bucket.size):
+        for flip in (1, 128):
+            bucket[place] ^= flip
+            assert bucket_sum(bucket) != right
+            bucket[place] ^= flip
+    for place in range(1, len(words)):
+        words[[0, place]] = words[[place, 0]]
+        assert bucket_sum(bucket) != right
+        assert int(words.sum()) == plain, "a plain sum does not see it"
+        words[[0, place]] = words[[place, 0]]
+    assert bucket_sum(bucket) == right
+    assert bucket_sum(np.zeros(64, np.uint8)) != bucket_sum(np.zeros(128, np.uint8)), "a bucket of zeros cut short"
+
+
+def test_a_checksum_is_the_one_of_its_definition() -> None:
+    words, total, modulus = [3, 2**64 - 1, 7], 0, 2**64
+    for index, word in enumerate(words):
+        state = (index + 1) * 0x9E3779B97F4A7C15 % modulus
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % modulus
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % modulus
+        total = (total + word * ((state ^ (state >> 31)) | 1)) % modulus
+    assert bucket_sum(np.array(words, np.uint64).view(np.uint8)) == total ^ 3
+
+
+def test_shares_make_every_tensor_whole_bit_for_bit() -> None:
+    assert equal(ShareTensors(cut_in_two(weights(3))), weights(3))
+    turned = [cut_in_two(weights(3))[rank] for rank in (1, 0)]
+    assert equal(ShareTensors(turned), weights(3)), "ranks may come in any order"
+
+
+def test_tensors_that_are_not_whole_once_are_refused_by_name() -> None:
+    first, second = cut_in_two(weights(0))
+    for wrong in ([first], [first, second, second], [second]):
+        with pytest.raises(ValueError, match=r"embed.*do not make it whole once"):
+            ShareTensors(wrong)
+    manifest, data = second
+    for change in ({"start": 3}, {"dim": 0}, {"dtype": "float16"}, {"whole": (32, 17)}):
+        pieces = [msgspec.structs.replace(p, **change) if p.name == "embed" else p for p in manifest.pieces]
+        with pytest.raises(ValueError, match="embed"):
+            ShareTensors([first, (msgspec.structs.replace(manifest, pieces=pieces), data)])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"total_bytes": 64}, "announced were"),
+        ({"bucket_bytes": 100}, "a multiple of 64"),
+        ({"sums": []}, "do not fit"),
+        ({"offset": 32}, "no place"),
+        ({"offset": 2**40}, "ends beyond"),
+        ({"dtype": "int8"}, "has dtype 'int8'"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_its_share_is_refused(change: dict, reason: str) -> None:
+    manifest, data = cut_in_two(weights(0))[0]
+    check_manifest(manifest, data.size)
+    if change.keys() & {"offset", "dtype"}:
+        change = {"pieces": [msgspec.structs.replace(manifest.pieces[0], **change)]}
+    with pytest.raises(ValueError, match=reason):
+        check_manifest(msgspec.structs.replace(manifest, **change), data.size)
+
+
+def test_memory_is_used_again_only_when_no_tensor_of_it_is_left() -> None:
+    pool = BufferPool()
+    first = pool.take(4096)
+    place, tensor = first.ctypes.data, torch.from_numpy(first[64:128]).view(torch.bfloat16)
+    part = tensor[3:]
+    del first, tensor
+    gc.collect()
+    second = pool.take(4096)
+    assert second.ctypes.data != place, "somebody has a part of it"
+    del part
+    gc.collect()
+    assert pool.take(4096).ctypes.data == place
+    assert pool.take(64).size == 64
+
+
+def download(shares: list[Share], version: int = 1, secret: bytes = SECRET) -> SharesDownload:
+    return SharesDownload(AnnounceShares("epoch", version, shares, secret), BufferPool())
+
+
+def fetched(one: SharesDownload, timeout_s: float = 5.0) -> str | None:
+    return asyncio.run(one.verify(timeout_s))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_version_is_fetched_from_all_ranks_over_either_protocol(host: str) -> None:
+    ranks = Distributed(host)
+    pairs = zip(ranks.servers, cut_in_two(weights(5)), strict=True)
+    shares = [offer(server, rank, 1, share) for rank, (server, share) in enumerate(pairs)]
+    one = download(shares)
+    assert fetched(one) is None and equal(one.tensors(), weights(5))
+    assert address_towards(host) == host
+    assert "does not have this version" in fetched(download(shares, version=2))
+    assert "too early" in fetched(download(shares, secret=b"guessed")), "a stranger gets nothing"
+    assert "CRC-32" in fetched(download([msgspec.structs.replace(shares[0], manifest_crc32=1), shares[1]]))
+    ranks.close()
+    assert "of trainer rank" in fetched(download(shares)), "nobody is there"
+
+
+def test_a_receiver_that_takes_nothing_does_not_hold_up_the_trainer() -> None:
+    """It is cut off as soon as the share is wanted back, long before its own time is over."""
+    server = ShareServer("127.0.0.1", SECRET, timeout_s=3600)
+    server.offer(1, b"manifest", HostMemory(2**26))
+    silent = socket.create_connection(("127.0.0.1", server.port))
+    stuck = threading.Thread(target=fetched, args=(download([Share(0, "127.0.0.1", server.port, 2**26, 0)]),))
+    stuck.start()
+    server.retire()
+    assert not server._peers
+    server.close()
+    stuck.join(20)
+    silent.close()
+    assert not stuck.is_alive()
+
+
+def test_waiting_for_a_rank_that_says_nothing_is_bounded() -> None:
+    mute = socket.create_server(("127.0.0.1", 0))
+    one = download([Share(7, "127.0.0.1", mute.getsockname()[1], 64, 0)])
+    reason = fetched(one, 0.3)
+    assert "more than 0.3 s" in reason or "nothing arrived in time" in reason
+    mute.close()
+
+
+def test_an_address_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(ValueError, match="is it an address of this machine"):
+        ShareServer("192.0.2.1", SECRET, timeout_s=1)
+    with pytest.raises(ValueError, match="no way to"):
+        address_towards("no-such-host.invalid")
