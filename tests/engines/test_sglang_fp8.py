@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from megasao.config.architecture import read_hf_config
 from megasao.config.sglang import SGLangConfig
 from megasao.families.names import SCALE
-from megasao.rollout.engines.sglang import SGLangEngine
+from megasao.rollout.engines.base import GenerateRequest, SamplingParams
+from megasao.rollout.engines.sglang import RequestLost, SGLangEngine
 from megasao.rollout.engines.sglang_fp8 import fp8_problem
 from tests.conversion.support import convert, write_family
 from tests.engines.fp8_checkpoints import SIZES, dequantised
@@ -82,16 +83,26 @@ class Served:
 async def play_both(
     server: RunningServer, config: SGLangConfig, first: Path, second: Path, staging: Path
 ) -> tuple[list[Episode], ...]:
-    engine = SGLangEngine(
-        server.url,
-        first,
-        config,
-        staging=staging,
-        max_total_tokens=MAX_TOKENS,
-        seed=0,
-        start_timeout_s=240.0,
-        update_timeout_s=60.0,
-    )
+    def connect(*, fp8: bool) -> SGLangEngine:
+        return SGLangEngine(
+            server.url,
+            first,
+            config,
+            staging=staging,
+            max_total_tokens=MAX_TOKENS,
+            seed=0,
+            start_timeout_s=240.0,
+            update_timeout_s=60.0,
+            fp8=fp8,
+        )
+
+    # As in a run, where servers start without weights.
+    waiting = connect(fp8=True)
+    await waiting.start()
+    with pytest.raises(RequestLost, match="it has no weights yet"):
+        await waiting.generate(GenerateRequest("r", "s", (1, 2), SamplingParams(1.0, max_new_tokens=1)))
+    await waiting.close()
+    engine = connect(fp8=False)
     await engine.start()
     try:
         before = await play(engine, 16)
