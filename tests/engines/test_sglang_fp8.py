@@ -6,6 +6,7 @@ checkpoint has the dequantised numbers in float32.
 """
 
 import asyncio
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from megasao.config.sglang import SGLangConfig
 from megasao.families.names import SCALE
 from megasao.rollout.engines.base import GenerateRequest, SamplingParams
 from megasao.rollout.engines.sglang import RequestLost, SGLangEngine
+from megasao.rollout.engines.sglang_arguments import make_served_directory, server_arguments
 from megasao.rollout.engines.sglang_fp8 import fp8_problem
+from megasao.rollout.engines.sglang_weights import read_layout
 from tests.conversion.support import convert, write_family
 from tests.engines.fp8_checkpoints import SIZES, dequantised
 from tests.engines.sglang_server import RunningServer, needs_sglang, sglang_config
@@ -188,3 +191,18 @@ def test_sizes_that_sglang_cannot_cut_into_blocks_are_refused() -> None:
     assert "q_lora_rank = 32" in problem("glm_moe_dsa", {})
     assert problem("glm_moe_dsa", LATENT) == "None"
     assert "rows of q_b_proj = 288" in problem("glm_moe_dsa", LATENT, tp_size=2, ep_size=2)
+
+
+def test_a_server_of_published_versions_starts_empty_and_announces_fp8(tmp_path: Path) -> None:
+    source = write_family(tmp_path / "hf", "glm4_moe", **SIZES)
+    config = sglang_config()
+    make_served_directory(config, source, tmp_path / "served", fp8=True)
+    assert convert("quantize", source, tmp_path / "fp8") == 0
+    ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("served", "fp8"))
+    assert ours == theirs | {"eos_token_id": None}
+    place = {"served": tmp_path, "host": "127.0.0.1", "port": 1, "max_tokens": 9}
+    assert server_arguments(config, **place, empty=True)["load_format"] == "dummy"
+    assert "load_format" not in server_arguments(config, **place)
+    layout, quantised_names = read_layout(source, fp8=True), load_file(tmp_path / "fp8" / "model.safetensors")
+    assert layout == read_layout(tmp_path / "fp8")
+    assert layout == {n: (tuple(t.shape), t.dtype) for n, t in quantised_names.items() if ".layers.2." not in n}
