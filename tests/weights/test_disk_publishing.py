@@ -58,7 +58,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def shares_of(out: Path, *, balanced: bool = True) -> dict[str, torch.Tensor]:
-    """What a receiver makes of the four ranks' memory, checksums compared; ``balanced``: stages are of about one size."""
+    """What a receiver makes of the four ranks' memory, checksums compared; ``balanced``: of stages of one size."""
     shares = []
     for rank in range(4):
         manifest = msgspec.msgpack.decode((out / f"{rank}.manifest").read_bytes(), type=ShareManifest)
