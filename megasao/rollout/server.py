@@ -10,13 +10,15 @@ Invariants, asserted by the tests:
 import json
 import logging
 import os
+import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 from megasao.config import Config
@@ -53,6 +55,7 @@ def run(run: RunDirectory, config: Config, name: str) -> None:
         if config.weight_transport == "distributed":
             from megasao.rollout.server_weights import NodeReceiver  # it needs torch
 
+            signal.signal(signal.SIGTERM, _leave)
             weights = NodeReceiver(run, config, name, part.role)
         _until_ready(process, part.url, config.supervision.start_timeout_s, lifesign)
         logger.info("%s is ready at %s", part.role, part.url)
@@ -62,6 +65,11 @@ def run(run: RunDirectory, config: Config, name: str) -> None:
         process.wait()
         if weights is not None:
             weights.close()
+
+
+def _leave(*_: object) -> NoReturn:
+    """Asked to end: not without the weights on this node being removed."""
+    sys.exit(128 + signal.SIGTERM)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ class NodeReceiver:
         """Stop, and leave no version behind."""
         self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join(_GRACE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
         self._versions.clear()
 
 

@@ -161,7 +161,7 @@ class DistributedPublishing(Publishing):
             self._share = RankShare(model, self.config.weights.bucket_bytes, fp8=fp8)
         share, sums = self._share, self._fill(self._share)
         manifest = msgspec.msgpack.encode(ShareManifest(share.pieces, share.total_bytes, share.bucket_bytes, sums))
-        self._server.offer(version, manifest, share.memory)
+        self._server.offer(version, manifest, share.data)
         place = Share(self.topology.rank, self.host, self._server.port, share.total_bytes, zlib.crc32(manifest))
         places = gather_bytes(msgspec.msgpack.encode(place))
         if self.publisher is not None:

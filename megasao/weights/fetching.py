@@ -50,7 +50,8 @@ class SharesDownload:
         """Fetch and compare everything; what went wrong, or that it took too long."""
         fetching = _Fetching(self._announce, self._pool, timeout_s)
         try:
-            self._tensors = await asyncio.wait_for(asyncio.to_thread(fetching.run), timeout_s)
+            await asyncio.wait_for(asyncio.to_thread(fetching.run), timeout_s)
+            self._tensors = fetching.take()
         except TimeoutError:
             return f"fetching weights {self.version} from the trainer's ranks took more than {timeout_s:g} s"
         except (ValueError, OSError) as error:
@@ -90,11 +91,14 @@ class _Fetching:
     def __init__(self, announce: AnnounceShares, pool: BufferPool, timeout_s: float) -> None:
         self._announce, self._pool, self._timeout_s = announce, pool, timeout_s
         self._open: set[socket.socket] = set()
+        self._found: list[
+            tuple[ShareManifest, np.ndarray]
+        ] = []  # not in futures, which would keep the memory for a while
         self._lock = threading.Lock()
         self._stopped = False
 
-    def run(self) -> ShareTensors:
-        """All shares. ValueError if one is damaged, cannot be had, or does not fit the others."""
+    def run(self) -> None:
+        """Fetch all shares. ValueError if one is damaged or cannot be had."""
         shares = self._announce.shares
         with ThreadPoolExecutor(max(1, min(len(shares), LANES)), thread_name_prefix="weights") as lanes:
             fetched = [lanes.submit(self._fetch, share) for share in shares]
@@ -105,7 +109,11 @@ class _Fetching:
                 for one in left:
                     one.cancel()
                 raise failures[0]
-        return ShareTensors([one.result() for one in fetched], label(self._announce))
+
+    def take(self) -> ShareTensors:
+        """The whole, once. ValueError if the shares do not fit each other."""
+        found, self._found = self._found, []
+        return ShareTensors(found, label(self._announce))
 
     def stop(self) -> None:
         """End all connections."""
@@ -115,7 +123,7 @@ class _Fetching:
                 with suppress(OSError):  # one that is not connected yet ends by its bound
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def _fetch(self, share: Share) -> tuple[ShareManifest, np.ndarray]:
+    def _fetch(self, share: Share) -> None:
         connection = socket.socket(socket.AF_INET6 if ":" in share.host else socket.AF_INET)
         with self._lock:
             if self._stopped:
@@ -125,7 +133,7 @@ class _Fetching:
         try:
             bound(connection, self._timeout_s)
             connection.connect((share.host, share.port))
-            return self._read(connection, share)
+            self._found.append(self._read(connection, share))
         except (OSError, ValueError, msgspec.DecodeError) as error:
             raise ValueError(
                 f"weights {self._announce.version} of trainer rank {share.rank} at {share.host}:{share.port}: {error}"

@@ -10,15 +10,13 @@ manifest, length first (0: there is no such version); the share. Invariants, ass
 import hashlib
 import hmac
 import logging
-import os
 import secrets
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
-
-from megasao.weights.shared import HostMemory
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +24,7 @@ NONCE_BYTES = 16
 PROOF_BYTES = 32
 LENGTH = struct.Struct("<Q")
 _GRACE_S = 10.0
+_PAUSE_S = 0.1
 _MOST_WAITING = 256
 """Connections that the kernel keeps until they are accepted."""
 
@@ -34,7 +33,7 @@ _MOST_WAITING = 256
 class _Offer:
     version: int
     manifest: bytes
-    share: HostMemory
+    share: memoryview
 
 
 class ShareServer:
@@ -56,7 +55,7 @@ class ShareServer:
         self._thread = threading.Thread(target=self._accept, name="weight-share", daemon=True)
         self._thread.start()
 
-    def offer(self, version: int, manifest: bytes, share: HostMemory) -> None:
+    def offer(self, version: int, manifest: bytes, share: memoryview) -> None:
         """Serve this version from now on. ``share`` must not change before :meth:`retire`."""
         with self._changed:
             self._offer = _Offer(version, manifest, share)
@@ -83,9 +82,10 @@ class ShareServer:
             try:
                 peer, _ = self._listener.accept()
             except OSError as error:
-                if not self._closed:
-                    logger.error("no more weights from %s:%d: %s", self.host, self.port, error)
-                return
+                if not self._closed:  # the peer is gone already, or too many files are open for now
+                    logger.warning("a receiver could not connect to %s:%d: %s", self.host, self.port, error)
+                    time.sleep(_PAUSE_S)
+                continue
             with self._changed:
                 self._peers.add(peer)
             threading.Thread(target=self._serve, args=(peer,), name="weight-share-peer", daemon=True).start()
@@ -97,7 +97,7 @@ class ShareServer:
             manifest = offer.manifest if offer is not None else b""
             peer.sendall(LENGTH.pack(len(manifest)) + manifest)
             if offer is not None:
-                _send_all(peer, offer.share)
+                peer.sendall(offer.share)
         except (OSError, ValueError) as error:
             logger.info("a receiver of weights is gone: %s", error)
         finally:
@@ -154,12 +154,6 @@ def address_towards(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ValueError(f"no way to {host}, where the trainer's first rank announces weights: {error}") from error
-
-
-def _send_all(connection: socket.socket, memory: HostMemory) -> None:
-    sent, total = 0, len(memory.data)
-    while sent < total:
-        sent += os.sendfile(connection.fileno(), memory.descriptor, sent, total - sent)
 
 
 def _cut(connection: socket.socket) -> None:

@@ -8,8 +8,6 @@ asserted by the tests:
 """
 
 import math
-import mmap
-import os
 import threading
 import weakref
 from collections import deque
@@ -109,16 +107,6 @@ def _weights(count: int) -> np.ndarray:
 
 
 # memory
-
-
-class HostMemory:
-    """Memory that the kernel sends without copying it; ``data`` is uint8 [nbytes], zeros at first."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.descriptor = os.memfd_create("weights")
-        weakref.finalize(self, os.close, self.descriptor)
-        os.ftruncate(self.descriptor, max(nbytes, 1))
-        self.data = np.frombuffer(mmap.mmap(self.descriptor, max(nbytes, 1)), np.uint8, count=nbytes)
 
 
 class BufferPool:

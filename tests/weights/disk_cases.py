@@ -71,7 +71,7 @@ def keep_share(model: MegatronModel, job: Payload, rank: int) -> None:
         manifest = ShareManifest(share.pieces, share.total_bytes, share.bucket_bytes, share.fill())
     out = Path(job["out"])
     (out / f"{rank}.manifest").write_bytes(msgspec.msgpack.encode(manifest))
-    (out / f"{rank}.share").write_bytes(share.memory.data)
+    (out / f"{rank}.share").write_bytes(share.data)
 
 
 def cannot_write(payload: Payload) -> Any:

@@ -13,7 +13,7 @@ import torch
 from megasao.weights.messages import Share
 from megasao.weights.publisher import WeightPublisher
 from megasao.weights.serving import ShareServer
-from megasao.weights.shared import ALIGNMENT, HostMemory, Piece, SharedWeights, ShareManifest, bucket_sum
+from megasao.weights.shared import ALIGNMENT, Piece, SharedWeights, ShareManifest, bucket_sum
 
 SECRET = b"known to trainer and workers ..."
 SHARE_BUCKET = 1024
@@ -55,9 +55,7 @@ def _share(rows: list[tuple[Piece, torch.Tensor]]) -> tuple[ShareManifest, np.nd
 def offer(server: ShareServer, rank: int, version: int, share: tuple[ShareManifest, np.ndarray]) -> Share:
     """Let ``server`` give out a share; how it is announced."""
     raw = msgspec.msgpack.encode(share[0])
-    memory = HostMemory(share[1].size)
-    memory.data[:] = share[1]
-    server.offer(version, raw, memory)
+    server.offer(version, raw, share[1].data)
     return Share(rank, server.host, server.port, share[0].total_bytes, zlib.crc32(raw))
 
 

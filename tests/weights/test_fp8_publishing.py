@@ -86,7 +86,7 @@ def test_what_is_published_is_what_two_conversions_write(tmp_path: Path) -> None
         carried |= {name + SCALE for name in carried}
         expected = {key: t for key, t in tensors(out / "fp8").items() if key not in carried}
         assert expected.keys() == published_names(hf_config, "actor", fp8=True)
-        published, given_out = tensors(Path(by_rank[0]["directory"][0])), shares_of(out, balanced=False)
+        published, given_out = tensors(Path(by_rank[0]["directory"][0])), shares_of(out)
         wrong = different(published, expected)
         if "mistake" in job:
             assert min(len(wrong), len(different(given_out, expected))) > 8, f"the comparison does not see {name}"

@@ -15,7 +15,7 @@ from weight_world import equal, weights
 from megasao.weights.fetching import SharesDownload
 from megasao.weights.messages import AnnounceShares, Share
 from megasao.weights.serving import ShareServer, address_towards
-from megasao.weights.shared import BufferPool, HostMemory, ShareTensors, bucket_sum, check_manifest
+from megasao.weights.shared import BufferPool, ShareTensors, bucket_sum, check_manifest
 
 
 def test_a_checksum_sees_every_changed_word_and_words_that_change_places() -> None:
@@ -122,10 +122,23 @@ def test_a_version_is_fetched_from_all_ranks_over_either_protocol(host: str) -> 
     assert "of trainer rank" in fetched(download(shares)), "nobody is there"
 
 
+def test_a_version_that_is_let_go_gives_its_memory_to_the_next() -> None:
+    ranks, pool, places = Distributed(), BufferPool(), []
+    pairs = zip(ranks.servers, cut_in_two(weights(5)), strict=True)
+    shares = [offer(server, rank, 1, share) for rank, (server, share) in enumerate(pairs)]
+    for _ in range(2):
+        one = SharesDownload(AnnounceShares("epoch", 1, shares, SECRET), pool)
+        assert fetched(one) is None
+        places.append({found[0][1].data_ptr() for found in one.tensors()._pieces.values()})
+        del one  # at once, not when garbage is collected
+    assert places[0] == places[1]
+    ranks.close()
+
+
 def test_a_receiver_that_takes_nothing_does_not_hold_up_the_trainer() -> None:
     """It is cut off as soon as the share is wanted back, long before its own time is over."""
     server = ShareServer("127.0.0.1", SECRET, timeout_s=3600)
-    server.offer(1, b"manifest", HostMemory(2**26))
+    server.offer(1, b"manifest", memoryview(bytearray(2**26)))
     silent = socket.create_connection(("127.0.0.1", server.port))
     stuck = threading.Thread(target=fetched, args=(download([Share(0, "127.0.0.1", server.port, 2**26, 0)]),))
     stuck.start()

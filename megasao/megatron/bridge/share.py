@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megasao.megatron.bridge.outgoing import Outgoing, outgoing
 from megasao.megatron.bridge.scales import agreed_scales
-from megasao.weights.shared import ALIGNMENT, HostMemory, Piece, bucket_sum
+from megasao.weights.shared import ALIGNMENT, Piece, bucket_sum
 
 if TYPE_CHECKING:
     from megasao.megatron.models import MegatronModel
@@ -40,13 +41,18 @@ class RankShare:
         self._model = model
         self._sources, self.total_bytes = _sources(outgoing(model, fp8=fp8))
         self.bucket_bytes = bucket_bytes // ALIGNMENT * ALIGNMENT
-        self.memory = HostMemory(self.total_bytes)
-        self._flat = torch.from_numpy(self.memory.data)
+        # Memory that a GPU copies into directly.
+        self._flat = torch.zeros(self.total_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
     @property
     def pieces(self) -> list[Piece]:
         """What is in it."""
         return [source.piece for source in self._sources]
+
+    @property
+    def data(self) -> memoryview:
+        """Its bytes."""
+        return self._flat.numpy().data
 
     def fill(self) -> list[int]:
         """Copy the weights as they are now, and give the checksum of each bucket.
@@ -55,7 +61,7 @@ class RankShare:
         with numbers that FP8 cannot hold.
         """
         self._model.finish_gathering()
-        sums: list[int] = []
+        bytes_, sums = self._flat.numpy(), list[int]()
         refused: list[str] = []
         scales: list[Tensor] = []
         for source in self._sources:
@@ -63,15 +69,15 @@ class RankShare:
                 scales = agreed_scales(source.of, self.bucket_bytes, refused)
             for filled in self._copy(source, scales):
                 while (len(sums) + 1) * self.bucket_bytes <= filled:  # while it is in the cache
-                    sums.append(self._sum(len(sums)))
+                    sums.append(self._sum(bytes_, len(sums)))
         while len(sums) * self.bucket_bytes < self.total_bytes:
-            sums.append(self._sum(len(sums)))
+            sums.append(self._sum(bytes_, len(sums)))
         if refused:
             raise ValueError(f"weights to publish: {refused[0]}")
         return sums
 
-    def _sum(self, bucket: int) -> int:
-        return bucket_sum(self.memory.data[bucket * self.bucket_bytes : (bucket + 1) * self.bucket_bytes])
+    def _sum(self, bytes_: np.ndarray, bucket: int) -> int:
+        return bucket_sum(bytes_[bucket * self.bucket_bytes : (bucket + 1) * self.bucket_bytes])
 
     def _copy(self, source: _Source, scales: list[Tensor]) -> Iterator[int]:
         """Copy one piece, some rows at a time; how far the share is filled after each. ``scales``: of its tensors."""
