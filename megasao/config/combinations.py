@@ -205,9 +205,8 @@ def _fp8(config: "Config") -> Iterator[Problem]:
     if config.rollout.engine != "sglang":
         reason = f"fp8_block is for SGLang servers; rollout.engine = {config.rollout.engine} has no FP8: use same"
         yield Problem("weights.dtype", reason)
-    elif config.weight_transport != "disk":
-        way = config.weight_transport
-        reason = f"fp8_block is made where ranks write files; with weights.transport = {way} use same, or set disk"
+    elif config.weight_transport == "stream":
+        reason = "fp8_block is made where ranks have their shares; with stream use same, or set disk or distributed"
         yield Problem("weights.dtype", reason)
     for name, allowed in (("quantization", ("fp8",)), ("load_format", ()), ("speculative_algorithm", ())):
         value = config.rollout.sglang.server_args.get(name)

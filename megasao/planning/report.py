@@ -99,7 +99,7 @@ def _transfer(plan: Plan, config: Config) -> Iterator[str]:
         f"{assumed.host_gb_per_s:g} GB/s from a GPU to its host, {assumed.fetch_gb_per_s:g} GB/s into one node over "
         f"TCP, {assumed.node_storage_gb_per_s:g} GB/s of a node's own storage"
     )
-    for route in (route for route in transfer.routes if not fp8 or route.transport == "disk"):
+    for route in (route for route in transfer.routes if not (fp8 and route.transport == "stream")):
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in route.phases.items())
         chosen = " (weights.transport)" if route.transport == config.weight_transport else ""
         yield f"{route.transport}{chosen}: about {route.seconds:.0f} s: {phases}; {route.memory}"

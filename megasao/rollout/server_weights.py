@@ -25,7 +25,7 @@ class NodeReceiver:
     def __init__(self, run: RunDirectory, config: Config, name: str, role: str) -> None:
         """OSError if the directory cannot be made."""
         keys = load_keys(run.keys) if config.transport.curve else None
-        layout = read_layout(run.policy_path(config))
+        layout = read_layout(run.policy_path(config), fp8=config.weights.dtype == "fp8_block")
         self._versions = NodeDirectory(
             run.node_weights(config, name), run.node_marker(role), layout, file_bytes=config.weights.shard_bytes
         )

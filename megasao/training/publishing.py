@@ -157,8 +157,9 @@ class DistributedPublishing(Publishing):
         self.topology.barrier()  # the version before is committed
         self._server.retire()
         if self._share is None:
-            self._share = RankShare(model, self.config.weights.bucket_bytes)
-        share, sums = self._share, self._share.fill()
+            fp8 = self.config.weights.dtype == "fp8_block"
+            self._share = RankShare(model, self.config.weights.bucket_bytes, fp8=fp8)
+        share, sums = self._share, self._fill(self._share)
         manifest = msgspec.msgpack.encode(ShareManifest(share.pieces, share.total_bytes, share.bucket_bytes, sums))
         self._server.offer(version, manifest, share.data)
         place = Share(self.topology.rank, self.host, self._server.port, share.total_bytes, zlib.crc32(manifest))
@@ -166,6 +167,20 @@ class DistributedPublishing(Publishing):
         if self.publisher is not None:
             shares = [msgspec.msgpack.decode(each, type=Share) for each in places]
             self.publisher.publish_elsewhere(SharedWeights(version, shares, self._secret))
+
+    def _fill(self, share: RankShare) -> list[int]:
+        """Checksums; RuntimeError on every rank if one has numbers that cannot be published. Collective."""
+        sums: list[int] = []
+        error: ValueError | None = None
+        try:
+            sums = share.fill()
+        except ValueError as failure:
+            error = failure
+        failed = [rank for rank, lost in enumerate(gather_counts(error is not None)) if lost]
+        if failed:
+            reason = error or "its own message says why"
+            raise RuntimeError(f"rank {failed[0]} could not make a version: {reason}") from error
+        return sums
 
     def close(self) -> None:
         super().close()

@@ -16,7 +16,10 @@ import torch
 from megasao.weights.messages import Announce, TensorSpec
 
 _ALIGNMENT = 64
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+}
 """What travels."""
 
 

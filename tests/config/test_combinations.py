@@ -106,10 +106,10 @@ CASES = [
         "rollout.engine = embedded has no FP8",
     ),
     (
-        ["weights.dtype=fp8_block", "rollout.engine=sglang", "weights.transport=distributed"],
+        ["weights.dtype=fp8_block", "rollout.engine=sglang", "weights.transport=stream"],
         ["weights.dtype=fp8_block", "rollout.engine=sglang", "weights.transport=disk"],
         "weights.dtype",
-        "or set disk",
+        "or set disk or distributed",
     ),
     (
         ["weights.dtype=fp8_block", "rollout.engine=sglang", "rollout.sglang.server_args={quantization: awq}"],

@@ -1,4 +1,4 @@
-"""A whole run whose engines sample in blocks of FP8: real trainer, real SGLang server, versions over the disk."""
+"""A whole run whose engines sample in blocks of FP8: real trainer, real SGLang servers, either transport."""
 
 from pathlib import Path
 
@@ -33,8 +33,9 @@ def episode(trajectory: Trajectory) -> Episode:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["disk", "distributed"])
 def test_engines_sample_from_what_was_published_in_fp8(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Step 1 plays with version 0: the checkpoint, quantised. Its server had no weights before."""
     monkeypatch.setattr(runs, "TIMEOUT_S", 800.0)
@@ -46,7 +47,7 @@ def test_engines_sample_from_what_was_published_in_fp8(
         model,
         loop={"mode": "sync", "steps": STEPS, "batch_size": 8, "batch_timeout_s": 600.0},
         rollout=SGLANG,
-        weights={"dtype": "fp8_block"},
+        weights={"dtype": "fp8_block", "transport": transport},
         supervision={"start_timeout_s": 600.0, "hang_timeout_s": 900.0},
         evaluation={"problems": 8, "every": STEPS, "timeout_s": 600.0},
         observability={"mismatch": {"current_abs_mean": FP8_SEEN / 10}},
@@ -68,5 +69,7 @@ def test_engines_sample_from_what_was_published_in_fp8(
     differences = [line["actor/current_log_ratio_abs_mean"] for line in lines]
     assert all(FP8_SEEN < difference < 1 for difference in differences), differences
     assert [line["alarms"] for line in lines] == [1] * len(lines), "trainer and engine differ, and it is said"
+    if transport == "distributed":
+        return  # what nodes had goes with them
     published = {name for file in (run.path / "weights/published").glob("*/*.safetensors") for name in load_file(file)}
     assert published == published_names(read_hf_config(model), "actor", fp8=True)

@@ -67,7 +67,7 @@ def _publish(job: Payload) -> Any:
 def keep_share(model: MegatronModel, job: Payload, rank: int) -> None:
     """Write what this rank would give out from its memory."""
     with mistake(job.get("mistake")):
-        share = RankShare(model, job["bucket_bytes"])
+        share = RankShare(model, job["bucket_bytes"], fp8="weights" in job)
         manifest = ShareManifest(share.pieces, share.total_bytes, share.bucket_bytes, share.fill())
     out = Path(job["out"])
     (out / f"{rank}.manifest").write_bytes(msgspec.msgpack.encode(manifest))

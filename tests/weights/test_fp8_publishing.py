@@ -15,7 +15,7 @@ from megasao.families.names import SCALE, carried_names, published_names
 from megasao.storage.hf_directory import checkpoint_files
 from tests.conversion.support import convert, write_family
 from tests.megatron.world import run_world
-from tests.weights.test_disk_publishing import planned_shares
+from tests.weights.test_disk_publishing import planned_shares, shares_of
 
 pytestmark = pytest.mark.world
 
@@ -86,12 +86,13 @@ def test_what_is_published_is_what_two_conversions_write(tmp_path: Path) -> None
         carried |= {name + SCALE for name in carried}
         expected = {key: t for key, t in tensors(out / "fp8").items() if key not in carried}
         assert expected.keys() == published_names(hf_config, "actor", fp8=True)
-        published = tensors(Path(by_rank[0]["directory"][0]))
+        published, given_out = tensors(Path(by_rank[0]["directory"][0])), shares_of(out)
         wrong = different(published, expected)
         if "mistake" in job:
-            assert len(wrong) > 8, f"the comparison does not see {name}"
+            assert min(len(wrong), len(different(given_out, expected))) > 8, f"the comparison does not see {name}"
             continue
         assert wrong == [], name
+        assert different(given_out, expected) == [], f"{name}, from the memory of the ranks"
         written = [each["written"] for each in by_rank]
         assert sum(written) == sum(t.nbytes for t in published.values()), "every tensor is written once"
         # A bucket; and gloo's own thread may let go of the one before a moment after the call has returned.

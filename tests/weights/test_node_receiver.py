@@ -11,11 +11,12 @@ from weight_world import equal, free_address, publisher
 
 from megasao.config.load import load_config
 from megasao.config.rundir import Endpoints, RunDirectory
+from megasao.rollout.engines.base import EngineError
 from megasao.rollout.server_weights import NodeReceiver, server_nodes
 from tests.conversion.support import write_family
 
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop_sglang.yaml"
-NAME = "engine-0-0"
+NAME, URL = "engine-0-0", "http://[::1]:1"
 
 
 def run_of(tmp_path: Path, transport: str):
@@ -27,13 +28,15 @@ def run_of(tmp_path: Path, transport: str):
     run = RunDirectory(tmp_path / "run")
     run.create()
     endpoints = Endpoints(controller="", weights=free_address(), torch_host="127.0.0.1", torch_port=1)
-    run.write_endpoints(replace(endpoints, engines={NAME: "http://[::1]:1"}, followers={NAME: ["http://[::1]:2"]}))
+    run.write_endpoints(replace(endpoints, engines={NAME: URL}, followers={NAME: ["http://[::1]:2"]}))
     return run, config, load_file(next(model.glob("*.safetensors")))
 
 
 def test_two_nodes_of_a_server_take_a_version_and_leave_nothing_behind(tmp_path: Path) -> None:
     run, config, tensors = run_of(tmp_path, "distributed")
-    nodes, ranks = server_nodes(run, config, NAME), Distributed()
+    nodes, ranks = server_nodes(run, config, URL), Distributed()
+    with pytest.raises(EngineError, match="none of the run's servers"):
+        server_nodes(run, config, "http://[::1]:2")
     assert nodes is not None and [marker.stem for marker in nodes.markers] == [NAME, f"{NAME}.1"]
     first, second = (NodeReceiver(run, config, name, role) for name, role in ((NAME, NAME), ("other", f"{NAME}.1")))
     with publisher(run.read_endpoints().weights) as sender:
@@ -73,4 +76,4 @@ def test_a_receiver_that_ends_ends_the_role(tmp_path: Path) -> None:
 
 def test_only_where_weights_travel_so(tmp_path: Path) -> None:
     run, config, _ = run_of(tmp_path, "disk")
-    assert server_nodes(run, config, NAME) is None
+    assert server_nodes(run, config, URL) is None

@@ -91,6 +91,14 @@ class Outgoing:
         row = math.prod(at_least_1d(self.local.parameter).shape[1:]) * width
         return max(most_bytes // max(row, 1), 1)
 
+    def rows_of(self, part: int, start: int, stop: int, scales: list[Tensor]) -> Tensor:
+        """Rows as they are written: a view of this rank's, or, in FP8, quantised with the scales of the whole tensors;
+        of parts beyond the HF tensors, those scales."""
+        if part >= len(self.rows):
+            return scales[part - len(self.rows)][start:stop]
+        numbers = self.piece(part, start, stop)
+        return quantize_part(numbers, scales[part], place=self.place(part, start)) if self.fp8 else numbers
+
     def place(self, part: int, start: int) -> Place:
         """Where row ``start`` of this rank's shard of one HF tensor, a matrix, begins in the whole."""
         local = self.local
@@ -101,13 +109,13 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows ``start`` to ``stop`` of this rank's shard of one HF tensor; ``scale`` is that of the whole tensor."""
+    """Rows ``start`` to ``stop`` of this rank's shard of one HF tensor; ``scales``: of all of the parameter's."""
 
     of: Outgoing
     part: int
     start: int
     stop: int
-    scale: Tensor | None
+    scales: list[Tensor]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -126,20 +134,14 @@ class Chunk:
 
     def tensor(self) -> Tensor:
         """This rank's numbers: a view, or a copy where rows of several tensors are interleaved, or quantised."""
-        return self._rows(self.start, self.stop)
+        return self.of.rows_of(self.part, self.start, self.stop, self.scales)
 
     def fill(self, target: Tensor, most_bytes: int) -> None:
         """Put this rank's numbers into ``target``; what is held for that takes ``most_bytes``, or is of one row."""
-        rows = len(target) if self.scale is None else self.of.rows_within(most_bytes, _QUANTISING)
+        rows = self.of.rows_within(most_bytes, _QUANTISING) if self.of.fp8 else len(target)
         for start in range(self.start, self.stop, max(rows, 1)):
             stop = min(start + rows, self.stop)
-            target[start - self.start : stop - self.start] = self._rows(start, stop)
-
-    def _rows(self, start: int, stop: int) -> Tensor:
-        numbers = self.of.piece(self.part, start, stop)
-        if self.scale is None:
-            return numbers
-        return quantize_part(numbers, self.scale, place=self.of.place(self.part, start))
+            target[start - self.start : stop - self.start] = self.of.rows_of(self.part, start, stop, self.scales)
 
     def view(self, flat: Tensor) -> Tensor:
         """The chunk of some rank at the beginning of ``flat``, uint8."""
@@ -245,7 +247,7 @@ def _gathered(parts: list[Outgoing], bucket_bytes: int, refused: list[str]) -> I
         yield from _gather(bucket)
 
 
-def _chunks(part: Outgoing, most_bytes: int, scale: list[Tensor], width: int = 1) -> Iterator[Chunk]:
+def _chunks(part: Outgoing, most_bytes: int, scales: list[Tensor], width: int = 1) -> Iterator[Chunk]:
     """The part's tensors in groups of rows of at most ``most_bytes`` of this rank's shard, or of a single row.
 
     A number in FP8 counts for ``width`` bytes.
@@ -253,11 +255,11 @@ def _chunks(part: Outgoing, most_bytes: int, scale: list[Tensor], width: int = 1
     each = part.rows_within(most_bytes, width if part.fp8 else part.infos[0].dtype.itemsize)
     for index, rows in enumerate(part.rows):
         for start in range(0, rows, each):
-            yield Chunk(part, index, start, min(start + each, rows), scale[index] if scale else None)
+            yield Chunk(part, index, start, min(start + each, rows), scales)
 
 
-def _scale_rows(part: Outgoing, scale: list[Tensor]) -> Iterator[Rows]:
-    for info, each in zip(part.scale_infos, scale, strict=True):
+def _scale_rows(part: Outgoing, scales: list[Tensor]) -> Iterator[Rows]:
+    for info, each in zip(part.scale_infos, scales, strict=True):
         yield Rows(info.name, 0, each)
 
 
