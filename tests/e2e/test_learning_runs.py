@@ -15,6 +15,7 @@ pytestmark = pytest.mark.e2e
 TASKS = ("reasoning_gym", "code_agent")
 FEW = (
     *("sft.steps=2", "sft.batch_size=4", "sft.demonstrations=64", "loop.steps=3", "loop.batch_size=4"),
+    *("sft.optimizer.warmup_steps=0", "actor.optimizer.warmup_steps=0", "critic.warmup_steps=1"),
     *("rollout.concurrency=4", "evaluation.problems=4", "evaluation.every=0", "environment.max_turns=2", "run.seed=1"),
 )
 MINUTES = 9
