@@ -2,6 +2,7 @@
 
 Invariants (tests assert them):
 - a host that is not there is waited for ``patience_s``; then its payload is gone for good, also if it comes back;
+- what a host that is there says it lacks is gone for good at once;
 - what is held is named by one host only, and forgotten once.
 """
 
@@ -57,6 +58,12 @@ class HostBook:
             elif now - since > self._patience_s:
                 del self._away_since[host]
                 lost += [name for name, place in self._where.items() if place == host and name not in self._gone]
+        self._gone.update(lost)
+        return lost
+
+    def lack(self, trajectory_ids: Iterable[str], host: str) -> list[str]:
+        """``host`` is there without these: those that it was to have count as gone from now on."""
+        lost = [name for name in trajectory_ids if self.wants(name, host)]
         self._gone.update(lost)
         return lost
 

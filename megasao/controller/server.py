@@ -49,6 +49,7 @@ from megasao.transport.messages import (
     FromWorker,
     Heartbeat,
     Hello,
+    Lacking,
     Leases,
     Manifest,
     Refused,
@@ -194,6 +195,8 @@ class ControllerServer:
                 self._answer(peer, Ack(message.seq, refused))
             case Stored():
                 self._answer(peer, self._intake.take_stored(message, peer))
+            case Lacking():
+                self.state.lacking(peer, message.trajectory_ids)
             case EvaluationResult():
                 reason = self.state.evaluated(message)
                 self._answer(peer, Ack(message.seq, {message.lease_id: reason} if reason else {}))

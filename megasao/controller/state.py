@@ -237,6 +237,11 @@ class ControllerState:
             self.hosts.hold([summary.trajectory_id for summary in summaries], host)
             self._records.append(HostedAt(host, summaries))
 
+    def lacking(self, peer: bytes, trajectory_ids: list[str]) -> None:
+        """The worker does not have this payload of its own any more."""
+        if self.hosts is not None:
+            self._lose_payload(self.hosts.lack(trajectory_ids, host_name(peer)))
+
     def evaluated(self, result: EvaluationResult) -> str | None:
         """Count an evaluation result; why it is refused, or None."""
         key = parse_lease_id(result.lease_id)
@@ -309,10 +314,8 @@ class ControllerState:
             self.lose(peer)
         for held in self.leases.expire(now):
             self._fail(held.key, "lease_timeout")
-        lost = self.hosts.give_up(now) if self.hosts is not None else []
-        if lost:
-            self.batches.lose_payload(lost, self.version or 0, self._records)
-            self._forget_dead_groups()
+        if self.hosts is not None:
+            self._lose_payload(self.hosts.give_up(now))
 
     def grant(self, now: float) -> dict[bytes, list[Lease]]:
         """New leases by worker, spread over the workers with room: evaluations, which take no room of training, then
@@ -409,6 +412,11 @@ class ControllerState:
         }
 
     # inside
+
+    def _lose_payload(self, lost: list[str]) -> None:
+        if lost:
+            self.batches.lose_payload(lost, self.version or 0, self._records)
+            self._forget_dead_groups()
 
     def _entry(self, summary: Summary) -> ManifestEntry:
         return ManifestEntry(

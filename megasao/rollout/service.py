@@ -33,6 +33,7 @@ from megasao.transport.messages import (
     Failure,
     Forget,
     Heartbeat,
+    Lacking,
     Lease,
     Leases,
     Refused,
@@ -222,6 +223,9 @@ class RolloutService:
             del self._finished[: len(finished)]
         await self._link.flush()
         if self._link.connected:
+            if self._payload is not None and (lacking := self._payload.take_lacking()):
+                logger.warning("%d trajectories were asked for that are not here, first %s", len(lacking), lacking[0])
+                await self._link.send(Lacking(lacking))
             await self._heartbeat()
             await self._offer()
 

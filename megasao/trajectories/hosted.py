@@ -31,6 +31,7 @@ class PayloadJournal:
         self._store = JournalStore(self._journal)
         self._summaries: dict[str, Summary] = {}
         self._unwanted: set[str] = set()
+        self._lacking: dict[str, None] = {}
         self._guard = threading.Lock()
         for batch, location in self._journal.recover():
             self._store.add(batch, location)
@@ -59,7 +60,14 @@ class PayloadJournal:
     def fetch(self, trajectory_ids: list[str]) -> pa.RecordBatch:
         """See TrajectoryStore."""
         with self._guard:
+            self._lacking |= dict.fromkeys(name for name in trajectory_ids if name not in self._store)
             return self._store.fetch(trajectory_ids)
+
+    def take_lacking(self) -> list[str]:
+        """What was asked for since the last call and is not held, in order."""
+        with self._guard:
+            lacking, self._lacking = list(self._lacking), {}
+            return lacking
 
     def forget(self, trajectory_ids: Iterable[str]) -> None:
         """Nobody will ask for these again; ids that are not held are passed over."""

@@ -191,6 +191,25 @@ def test_a_step_that_lost_payload_is_assembled_again(fleet):
     assert sum(rest.state.batches.consumed.values()) == 2
 
 
+def test_a_host_that_comes_back_on_another_disk_says_what_it_lacks(fleet):
+    """A job that goes on elsewhere: the host is there under its name, and its payload is not."""
+    granted_to = leases_of(fleet)
+    for peer in (ONE, TWO):
+        fleet.store(peer, granted_to[peer][:2])
+    before = ids(fleet.ask(0))
+    rest = Fleet(records=fleet.records, now=100.0)
+    for peer in (ONE, TWO):
+        rest.hello(peer, 100.0, free=4)
+    assert ids(rest.ask(0)) == before
+    own = [lease.lease_id for lease in granted_to[ONE][:2]]
+    rest.state.lacking(TWO, own)
+    assert ids(rest.ask(0)) == before, "another host's word does not count"
+    rest.state.lacking(ONE, [*own, "never heard of"])
+    after = ids(rest.ask(0))
+    assert set(after) == {lease.lease_id for lease in granted_to[TWO][:2]}
+    assert {name for r in rest.records if isinstance(r, Dropped) for name in r.trajectory_ids} == set(own)
+
+
 def test_a_controller_that_dies_before_the_step_is_assembled_again_does_it_then(fleet):
     (_, kept), lost = lost_in_a_step(fleet)
     assert isinstance(fleet.ask(0), Waiting)

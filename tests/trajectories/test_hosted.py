@@ -44,6 +44,7 @@ def test_what_was_kept_comes_back_whole_and_in_order(tmp_path: Path) -> None:
     assert from_batch(again.fetch(["c", "a"])) == rows("c", "a")
     with pytest.raises(ValueError, match="first 'd'"):
         again.fetch(["a", "d"])
+    assert again.take_lacking() == ["d"] and again.take_lacking() == []
     again.close()
 
 
