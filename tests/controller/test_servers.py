@@ -128,5 +128,10 @@ def test_what_cannot_be_added_or_removed_is_refused(run, config):
             registration.add(run, config, 3)
         with pytest.raises(ValueError, match="no SGLang server 'engine-9-9' has registered; registered are none"):
             registration.remove(run, config, "engine-9-9")
+    options = config.rollout.sglang.model_copy(update={"router": "http://127.0.0.1:1"})
+    routed = config.model_copy(update={"rollout": config.rollout.model_copy(update={"sglang": options})})
+    for change, what in ((registration.add, 0), (registration.remove, NAMES[0])):
+        with pytest.raises(ValueError, match=r"rollout\.sglang\.router chooses"):
+            change(run, routed, what)
     with pytest.raises(ValueError, match=r"rollout\.engine = embedded"):
         registration.add(run, make_config(), 0)
