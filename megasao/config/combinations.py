@@ -157,6 +157,9 @@ def payload(config: "Config") -> Iterator[Problem]:
         if config.buffer.payload_directory is not None:
             yield Problem("buffer.payload_directory", "has no meaning with buffer.payload = controller; take it out")
         return
+    place = config.buffer.payload_directory
+    if place is not None and not place.startswith("/"):
+        yield Problem("buffer.payload_directory", f"expected an absolute path, got {place!r}")
     longest = config.transport.dead_after_s + config.supervision.start_timeout_s
     if config.loop.batch_timeout_s <= longest:
         reason = (
@@ -195,8 +198,13 @@ def weights(config: "Config") -> Iterator[Problem]:
     if config.weights.directory is not None and config.weight_transport != "disk":
         reason = f"has no reader while weights travel by {config.weight_transport}; set weights.transport = disk"
         yield Problem("weights.directory", reason)
-    if not config.weights.node_directory.startswith("/"):
-        yield Problem("weights.node_directory", f"expected an absolute path, got {config.weights.node_directory!r}")
+    asked, default = config.weights.node_directory, type(config.weights).model_fields["node_directory"].default
+    on_nodes = config.weight_transport == "distributed" and config.rollout.engine == "sglang"
+    if asked != default and not on_nodes:
+        reason = "has no reader unless SGLang servers take weights that are distributed; leave it"
+        yield Problem("weights.node_directory", reason)
+    elif not asked.startswith("/"):
+        yield Problem("weights.node_directory", f"expected an absolute path, got {asked!r}")
     if config.weights.dtype == "fp8_block":
         yield from _fp8(config)
 

@@ -91,6 +91,7 @@ def add(run: RunDirectory, config: Config, worker: int) -> str:
             "a server is added on this machine, to a run with rollout.engine = sglang and no section slurm; "
             f"this one has rollout.engine = {config.rollout.engine}" + (", section slurm" if config.slurm else "")
         )
+    _refuse_behind_a_router(config)
     if worker >= config.rollout.workers:
         raise ValueError(f"the run has rollout.workers = {config.rollout.workers}, counted from 0; got {worker}")
     address, made = f"http://127.0.0.1:{free_ports(1)[0]}", ""
@@ -106,8 +107,17 @@ def add(run: RunDirectory, config: Config, worker: int) -> str:
     return made
 
 
+def _refuse_behind_a_router(config: Config) -> None:
+    if config.rollout.sglang.router is not None:
+        raise ValueError(
+            "rollout.sglang.router chooses the servers of this run and was told of them when it started: it would send "
+            "nothing to one that is added, and would go on sending to one that is removed, whatever weights that has"
+        )
+
+
 def remove(run: RunDirectory, config: Config, name: str) -> None:
     """Tell the controller to let go of a server. ValueError with its reason if it will not."""
+    _refuse_behind_a_router(config)
     client = connect(run, config, "remove")
     try:
         answer, _ = client.request(RemoveServer(name), timeout_s=_REMOVE_S)

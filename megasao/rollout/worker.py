@@ -58,7 +58,7 @@ def make_engines(run: RunDirectory, config: Config, index: int) -> tuple[Engine,
     """The training and the evaluation engine; each worker samples from a seed of its own."""
     seeds = [config.run.seed * 2**20 + 2 * index + role for role in (0, 1)]
     if config.rollout.engine == "sglang":
-        training, evaluation = training_servers(run.read_endpoints(), index), engine_names(config, index)[1]
+        training, evaluation = servers_at_start(run, config, index), engine_names(config, index)[1]
         return (
             sglang_engine(
                 run,
@@ -73,6 +73,13 @@ def make_engines(run: RunDirectory, config: Config, index: int) -> tuple[Engine,
     path, tokens = run.policy_path(config), config.environment.max_tokens
     one, other = (EmbeddedEngine(path, config.rollout.embedded, max_total_tokens=tokens, seed=seed) for seed in seeds)
     return one, other
+
+
+def servers_at_start(run: RunDirectory, config: Config, index: int) -> list[str]:
+    """Roles of the servers that a worker waits for. Those that the launcher keeps alive, if there is one left: nobody
+    starts an added one again, and the controller names it as soon as it is up."""
+    recorded, kept = training_servers(run.read_endpoints(), index), engine_names(config, index)[0]
+    return [name for name in recorded if name in kept] or recorded
 
 
 def sglang_engine(

@@ -1,4 +1,4 @@
-"""Trajectories at hand: Arrow files in the trajectory schema, those of a run's journal or any others. Only read.
+"""Trajectories at hand: Arrow files in the trajectory schema, those of a run or any others. Only read.
 
 Invariants:
 - every row of every file is valid, or the error names file, row and column: nothing is left out silently;
@@ -18,10 +18,12 @@ from megasao.trajectories.validation import select_rows, validate_rows
 
 _FILE_MAGIC = b"ARROW1"
 _SUFFIX = "*.arrow"
+_OF_A_RUN = (f"journal/{_SUFFIX}", f"payload/*/{_SUFFIX}")
+"""In the controller's journal, or with the rollout workers (``buffer.payload``)."""
 
 
 def trajectory_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The Arrow files that ``paths`` name: a file itself, a directory's ``*.arrow``, a run directory's journal.
+    """The Arrow files that ``paths`` name: a file itself, a directory's ``*.arrow``, a run directory's journals.
 
     ValueError names a path that is not there or holds no such file.
     """
@@ -32,9 +34,12 @@ def trajectory_files(paths: Sequence[str | Path]) -> list[Path]:
             continue
         if not path.is_dir():
             raise ValueError(f"{path} does not exist")
-        found = sorted(path.glob(_SUFFIX)) or sorted((path / "journal").glob(_SUFFIX))
+        found = sorted(path.glob(_SUFFIX)) or [file for place in _OF_A_RUN for file in sorted(path.glob(place))]
         if not found:
-            raise ValueError(f"{path} holds no Arrow files ({_SUFFIX}), nor does a directory journal in it")
+            raise ValueError(
+                f"{path} holds no Arrow files ({_SUFFIX}), nor does a directory journal or payload in it; of a run "
+                "with buffer.payload_directory name the directories of its workers there"
+            )
         files += found
     return files
 

@@ -118,10 +118,16 @@ CASES = [
         "does not go with weights.dtype = fp8_block",
     ),
     (
-        ["weights.node_directory=shm"],
-        ["weights.node_directory=/dev/shm"],
+        ["weights.node_directory=shm", "weights.transport=distributed", "rollout.engine=sglang"],
+        ["weights.node_directory=/shm", "weights.transport=distributed", "rollout.engine=sglang"],
         "weights.node_directory",
         "an absolute path",
+    ),
+    (
+        ["weights.node_directory=/disk", "weights.transport=distributed"],
+        ["weights.node_directory=/dev/shm", "weights.transport=distributed"],
+        "weights.node_directory",
+        "has no reader",
     ),
     (["weights.bucket_bytes=1"], ["weights.bucket_bytes=4096"], "weights.bucket_bytes", "4096"),
     (["parallel.tensor=3"], ["parallel.tensor=2"], "parallel", "not a multiple"),
@@ -175,6 +181,12 @@ CASES = [
         ["buffer.payload_directory=/disk", "buffer.payload=rollout"],
         "buffer.payload_directory",
         "buffer.payload = controller",
+    ),
+    (
+        ["buffer.payload_directory=disk", "buffer.payload=rollout"],
+        ["buffer.payload_directory=/disk", "buffer.payload=rollout"],
+        "buffer.payload_directory",
+        "an absolute path",
     ),
     (
         ["actor.router_replay=true", "megatron.model.moe_router_fusion=true"],

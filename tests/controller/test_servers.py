@@ -9,6 +9,7 @@ from megasao.config.rundir import RunDirectory, training_servers
 from megasao.controller.servers import ServerBook
 from megasao.rollout import registration
 from megasao.rollout.registration import Registration
+from megasao.rollout.worker import servers_at_start
 from megasao.transport.messages import Heartbeat, Welcome
 
 SGLANG = {"engine": "sglang", "concurrency": 16, "sglang": {"servers": 2}}
@@ -122,11 +123,24 @@ def test_a_server_that_was_added_ends_when_the_run_is_gone_and_others_wait(run, 
     planned.close()
 
 
+def test_a_worker_waits_for_servers_that_somebody_starts_again(run, config):
+    """An added one may have died without a word, and is named by the controller when it is up."""
+    run.change_engines(lambda engines: {**engines, "engine-0-2": "http://127.0.0.1:3"})
+    assert servers_at_start(run, config, 0) == list(NAMES)
+    run.change_engines(lambda engines: {name: url for name, url in engines.items() if name not in NAMES})
+    assert servers_at_start(run, config, 0) == ["engine-0-2"], "no other is left"
+
+
 def test_what_cannot_be_added_or_removed_is_refused(run, config):
     with serving(run, config):
         with pytest.raises(ValueError, match=r"rollout\.workers = 1, counted from 0; got 3"):
             registration.add(run, config, 3)
         with pytest.raises(ValueError, match="no SGLang server 'engine-9-9' has registered; registered are none"):
             registration.remove(run, config, "engine-9-9")
+    options = config.rollout.sglang.model_copy(update={"router": "http://127.0.0.1:1"})
+    routed = config.model_copy(update={"rollout": config.rollout.model_copy(update={"sglang": options})})
+    for change, what in ((registration.add, 0), (registration.remove, NAMES[0])):
+        with pytest.raises(ValueError, match=r"rollout\.sglang\.router chooses"):
+            change(run, routed, what)
     with pytest.raises(ValueError, match=r"rollout\.engine = embedded"):
         registration.add(run, make_config(), 0)

@@ -170,7 +170,7 @@ async def bench(environment, codec, script, *, weights=True, settings=None, benc
     directory = TemporaryDirectory()
     others = {n: EpisodeRunner.build(one, engines[1], codec, settings.environment) for n, one in benchmarks}
     sign = LifeSign(Path(directory.name) / "beat")
-    service = RolloutService(settings, link, *runners, receiver, sign, others, payload)
+    service = RolloutService(settings, link, *runners, receiver, sign, others, payload=payload)
     receiving = asyncio.create_task(receiver.run())
     made = Bench(peer, context, publisher, *engines, service, asyncio.create_task(service.run()))
     try:

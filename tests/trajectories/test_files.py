@@ -52,6 +52,13 @@ def test_a_run_a_journal_streams_and_files_are_read_in_order(tmp_path):
     assert rows[0].tokens == sample().tokens and stored.largest_token == max(sample().tokens)
 
 
+def test_payload_that_rollout_workers_keep_is_the_runs_too(tmp_path):
+    write_journal(tmp_path / "journal", "a")
+    for worker, name in enumerate("bc"):
+        write_journal(tmp_path / "payload" / f"rollout-{worker}", name)
+    assert read_trajectories([tmp_path]).prompt_ids == [f"prompt-{name}" for name in "abc"]
+
+
 def test_the_journal_of_a_run_that_goes_on_is_read_and_left_alone(tmp_path):
     journal = Journal(tmp_path)
     journal.append(to_batch([sample("a"), sample("b")]))
