@@ -54,6 +54,13 @@ class StepResult:
     messages: tuple[Mapping[str, Any], ...] = ()
 
 
+def shown_to_model(text: str, metrics: dict[str, float], *, chat: bool) -> StepResult:
+    """What a turn that does not end the episode is answered with: a user message, or plain text on lines of its own."""
+    if chat:
+        return StepResult("", 0.0, False, metrics, ({"role": "user", "content": text},))
+    return StepResult(f"\n{text}\n", 0.0, False, metrics)
+
+
 @dataclass(frozen=True)
 class DemonstrationTurn:
     """A piece of a demonstration: text, and whether the model should learn to produce it."""
@@ -101,6 +108,6 @@ class Environment(ABC):
     async def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Release what the environment itself holds, such as verifier processes; it may be used again."""
 
-    @abstractmethod
     def demonstration(self, index: int, seed: int) -> list[DemonstrationTurn]:
-        """A demonstration on a training problem, for fine-tuning."""
+        """A demonstration on a training problem, for fine-tuning. ValueError where there is none."""
+        raise ValueError(f"environment {self.name}: it has no demonstrations; fine-tune on another environment")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult
+from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult, shown_to_model
 from megasao.environments.code_demonstrator import DONE, Habits, demonstrate
 from megasao.environments.code_tasks import SHIPPED, CodeTask, load_tasks
 from megasao.environments.code_tasks.variants import other_names, variant
@@ -142,9 +142,7 @@ class CodeAgentEpisode(Episode):
         return error
 
     def _answer(self, text: str, metrics: dict[str, float]) -> StepResult:
-        if self._options.chat:
-            return StepResult("", 0.0, False, metrics, ({"role": "user", "content": text},))
-        return StepResult(f"\n{text}\n", 0.0, False, metrics)
+        return shown_to_model(text, metrics, chat=self._options.chat)
 
 
 async def hidden_tests_pass(task: CodeTask, workspace: bytes, sandbox: Sandbox) -> bool:

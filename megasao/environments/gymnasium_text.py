@@ -11,12 +11,11 @@ Invariants:
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megasao.environments.answers import last_tagged
 from megasao.environments.base import (
-    DemonstrationTurn,
     Environment,
     EnvironmentFailure,
     Episode,
@@ -24,6 +23,7 @@ from megasao.environments.base import (
     Split,
     StepResult,
     check_place,
+    shown_to_model,
 )
 from megasao.environments.options import read_options
 from megasao.environments.splits import text_hash
@@ -169,13 +169,7 @@ class GymnasiumEnvironment(Environment):
         """The environment's answer to a turn."""
         if done:
             return StepResult("", reward, True, metrics)
-        if self.options.chat:
-            return StepResult("", reward, False, metrics, ({"role": "user", "content": text},))
-        return StepResult(f"\n{text}\n", reward, False, metrics)
-
-    def demonstration(self, index: int, seed: int) -> list[DemonstrationTurn]:
-        """There is none."""
-        raise ValueError("environment gymnasium: it has no demonstrations; fine-tune on another environment")
+        return replace(shown_to_model(text, metrics, chat=self.options.chat), reward=reward)
 
 
 def see(running: Any, observation: Any) -> str:

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from megasao.environments.answers import RULES, find_answer
-from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult
+from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult, shown_to_model
 from megasao.environments.options import read_options
 from megasao.environments.python_tool import NOTE, PythonTool, find_code, require_interpreter
 from megasao.environments.rows import Problem, load_problems
@@ -101,9 +101,7 @@ class MathEpisode(Episode):
             return StepResult("", 0.0, True, {"answered": 0.0})
         shown, fine = await self._tool.run(code)
         metrics = {"tool_calls": 1.0, "tool_errors": float(not fine)}
-        if self._chat:
-            return StepResult("", 0.0, False, metrics, ({"role": "user", "content": shown},))
-        return StepResult(f"\n{shown}\n", 0.0, False, metrics)
+        return shown_to_model(shown, metrics, chat=self._chat)
 
 
 class MathEnvironment(Environment):

@@ -15,14 +15,13 @@ import asyncio
 import json
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
 
 from megasao.environments.answers import last_tagged
 from megasao.environments.base import (
-    DemonstrationTurn,
     Environment,
     EnvironmentFailure,
     Episode,
@@ -30,6 +29,7 @@ from megasao.environments.base import (
     Split,
     StepResult,
     check_place,
+    shown_to_model,
 )
 from megasao.environments.options import read_options
 from megasao.environments.splits import text_hash
@@ -209,13 +209,7 @@ class OpenEnvEnvironment(Environment):
         """The environment's answer to a turn."""
         if done:
             return StepResult("", reward, True, metrics)
-        if self.options.chat:
-            return StepResult("", reward, False, metrics, ({"role": "user", "content": text},))
-        return StepResult(f"\n{text}\n", reward, False, metrics)
-
-    def demonstration(self, index: int, seed: int) -> list[DemonstrationTurn]:
-        """There is none."""
-        raise ValueError("environment openenv: it has no demonstrations; fine-tune on another environment")
+        return replace(shown_to_model(text, metrics, chat=self.options.chat), reward=reward)
 
     def _request(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """A GET, or with a body a POST. OSError or ValueError."""

@@ -19,7 +19,6 @@ from itertools import islice
 from typing import Any
 
 from megasao.environments.base import (
-    DemonstrationTurn,
     Environment,
     EnvironmentFailure,
     Episode,
@@ -155,10 +154,6 @@ class VerifiersEnvironment(Environment):
         if self.hung >= MOST_HUNG:
             raise EnvironmentFailure(f"{self.options.taskset}: {self.hung} scorings hang; no further one is begun")
         return CallingThread()
-
-    def demonstration(self, index: int, seed: int) -> list[DemonstrationTurn]:
-        """There is none."""
-        raise ValueError("environment verifiers: it has no demonstrations; fine-tune on another environment")
 
 
 def _load(options: VerifiersOptions) -> list[Any]:

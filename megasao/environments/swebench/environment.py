@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult, check_place
+from megasao.environments.base import (
+    DemonstrationTurn,
+    Environment,
+    Episode,
+    Prompt,
+    Split,
+    StepResult,
+    check_place,
+    shown_to_model,
+)
 from megasao.environments.edits import HOW, Block, find_block, replaced
 from megasao.environments.options import nearest, read_options
 from megasao.environments.sandbox.bubblewrap import SandboxUnavailable
@@ -161,9 +170,7 @@ class SwebenchEpisode(Episode):
         return None if written.exit_code == 0 else f"error: {written.output.strip()[-200:]}"
 
     def _answer(self, text: str, metrics: dict[str, float]) -> StepResult:
-        if self._options.chat:
-            return StepResult("", 0.0, False, metrics, ({"role": "user", "content": text},))
-        return StepResult(f"\n{text}\n", 0.0, False, metrics)
+        return shown_to_model(text, metrics, chat=self._options.chat)
 
 
 class SwebenchEnvironment(Environment):
