@@ -230,9 +230,7 @@ def test_a_config_without_nodes_is_told_how() -> None:
     with pytest.raises(UserError, match=r"slurm\.rollout_nodes=1"):
         describe(load_config(ROOT / "configs" / "laptop.yaml"), "plan", {})
     with pytest.raises(UserError, match="MEGASAO_PYTHON"):
-        describe(
-            load_config(ROOT / "configs" / "glm_5_2_750b.yaml"), "plan", {"MEGASAO_STEP_COMMAND": "apptainer exec a.sif"}
-        )
+        describe(load_config(GLM), "plan", {"MEGASAO_STEP_COMMAND": "apptainer exec a.sif"})
 
 
 def share(component: int, plan: JobPlan, **changes: object) -> Share:
