@@ -15,25 +15,25 @@ from megasao.rollout.server_weights import NodeReceiver, server_nodes
 from tests.conversion.support import write_family
 
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop_sglang.yaml"
-NAME = "engine-0-0"
+NAME, URL = "engine-0-0", "http://[::1]:1"
 
 
 def run_of(tmp_path: Path, transport: str):
     model = write_family(tmp_path / "hf", "llama", "float32") if not (tmp_path / "hf").exists() else tmp_path / "hf"
     changes = [f"model.path={model}", f"run.directory={tmp_path}", "sft=null", f"weights.transport={transport}"]
-    config = load_config(
-        LAPTOP, [*changes, f"weights.node_directory={tmp_path / 'node'}", "transport.heartbeat_s=0.05"]
-    )
+    if transport == "distributed":
+        changes.append(f"weights.node_directory={tmp_path / 'node'}")
+    config = load_config(LAPTOP, [*changes, "transport.heartbeat_s=0.05"])
     run = RunDirectory(tmp_path / "run")
     run.create()
     endpoints = Endpoints(controller="", weights=free_address(), torch_host="127.0.0.1", torch_port=1)
-    run.write_endpoints(replace(endpoints, engines={NAME: "http://[::1]:1"}, followers={NAME: ["http://[::1]:2"]}))
+    run.write_endpoints(replace(endpoints, engines={NAME: URL}, followers={NAME: ["http://[::1]:2"]}))
     return run, config, load_file(next(model.glob("*.safetensors")))
 
 
 def test_two_nodes_of_a_server_take_a_version_and_leave_nothing_behind(tmp_path: Path) -> None:
     run, config, tensors = run_of(tmp_path, "distributed")
-    nodes, ranks = server_nodes(run, config, NAME), Distributed()
+    nodes, ranks = server_nodes(run, config, URL), Distributed()
     assert nodes is not None and [marker.stem for marker in nodes.markers] == [NAME, f"{NAME}.1"]
     first, second = (NodeReceiver(run, config, name, role) for name, role in ((NAME, NAME), ("other", f"{NAME}.1")))
     with publisher(run.read_endpoints().weights) as sender:
@@ -73,4 +73,4 @@ def test_a_receiver_that_ends_ends_the_role(tmp_path: Path) -> None:
 
 def test_only_where_weights_travel_so(tmp_path: Path) -> None:
     run, config, _ = run_of(tmp_path, "disk")
-    assert server_nodes(run, config, NAME) is None
+    assert server_nodes(run, config, URL) is None
