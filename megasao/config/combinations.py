@@ -199,9 +199,8 @@ def weights(config: "Config") -> Iterator[Problem]:
         reason = f"has no reader while weights travel by {config.weight_transport}; set weights.transport = disk"
         yield Problem("weights.directory", reason)
     asked, default = config.weights.node_directory, type(config.weights).model_fields["node_directory"].default
-    on_nodes = config.weight_transport == "distributed" and config.rollout.engine == "sglang"
-    if asked != default and not on_nodes:
-        reason = "has no reader unless SGLang servers take weights that are distributed; leave it"
+    if asked != default and config.weight_transport != "distributed":
+        reason = f"has no reader while weights travel by {config.weight_transport}; leave it"
         yield Problem("weights.node_directory", reason)
     elif not asked.startswith("/"):
         yield Problem("weights.node_directory", f"expected an absolute path, got {asked!r}")

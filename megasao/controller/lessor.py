@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from megasao.config import Config
 from megasao.controller.groups import GroupBook
 from megasao.controller.leases import Key, LeaseBook
-from megasao.environments.base import Environment, Prompt, Split
+from megasao.environments.base import Environment, Split
 from megasao.environments.benchmarks.background import BackgroundBenchmark
 from megasao.transport.messages import Lease
 
@@ -35,25 +35,25 @@ class Lessor:
         self._leases = leases
         self._groups = groups
 
-    def prompt(self, key: Key) -> Prompt:
-        """The problem that ``key`` names."""
+    def named(self, key: Key) -> tuple[str, str]:
+        """Prompt id and task of the problem that ``key`` names."""
         benchmark = self._benchmarks.get(key.mode)
         environment = self._environment if benchmark is None else benchmark.environment
-        return environment.prompt(*self._problem(key))
+        return environment.named(*self._problem(key))
 
     def make(self, key: Key, temperature: float, min_version: int) -> Lease:
         """A new lease on ``key``, under a name of its own."""
-        prompt = self.prompt(key)
+        prompt_id, task = self.named(key)
         split, prompt_index = self._problem(key)
         # An evaluation's result is labelled with the weights that produced it.
         want_versions = self._want_versions or not key.is_training
         return Lease(
             lease_id=self._leases.new_id(key, None if want_versions else min_version),
-            prompt_id=prompt.prompt_id,
-            group_id=self._groups.name(key.index) if key.is_training else prompt.prompt_id,
+            prompt_id=prompt_id,
+            group_id=self._groups.name(key.index) if key.is_training else prompt_id,
             split=split,
             prompt_index=prompt_index,
-            task=prompt.task,
+            task=task,
             seed=episode_seed(self._seed, key),
             temperature=temperature,
             min_version=min_version,

@@ -536,7 +536,7 @@ class ControllerState:
         held = self.leases.get(lease_id)
         if held is not None and held.prompt_id is not None:
             return held.prompt_id
-        return self._lessor.prompt(key).prompt_id
+        return self._lessor.named(key)[0]
 
     def _count_end(self, trajectory_id: str) -> None:
         """A trajectory ends its lease; a late one, whose lease has ended, ends that of a new attempt."""

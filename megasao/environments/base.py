@@ -101,6 +101,12 @@ class Environment(ABC):
     def prompt(self, split: Split, index: int) -> Prompt:
         """The problem with this index; ValueError below 0."""
 
+    def named(self, split: Split, index: int) -> tuple[str, str]:
+        """Prompt id and task of the problem, for the controller. All wait for that meanwhile: an environment whose
+        ``prompt`` asks somebody else answers this by itself."""
+        prompt = self.prompt(split, index)
+        return prompt.prompt_id, prompt.task
+
     @abstractmethod
     def start(self, prompt: Prompt, seed: int) -> Episode:
         """Begin an episode."""

@@ -158,6 +158,11 @@ class OpenEnvEnvironment(Environment):
         """The option ``stop``, or nothing: then the model's own end of turn."""
         return (self.options.stop,) if self.options.stop else ()
 
+    def named(self, split: Split, index: int) -> tuple[str, str]:
+        """Without a word with the server: a controller would wait for it, and end with its first error."""
+        check_place(split, index)
+        return f"{self.name}/{split}/{index}", self.name
+
     def prompt(self, split: Split, index: int) -> Prompt:
         """What is seen after a reset. ValueError below 0 or for an unknown split; EnvironmentFailure: no server."""
         check_place(split, index)
@@ -169,7 +174,7 @@ class OpenEnvEnvironment(Environment):
         parts = (self.options.instructions, first, f"In each turn, {self.legal}")
         text = "\n\n".join(part for part in parts if part)
         return Prompt(
-            prompt_id=f"{self.name}/{split}/{index}",
+            prompt_id=self.named(split, index)[0],
             task=self.name,
             text=f"{text}\n\n",
             payload={"seed": seed, "first": first},

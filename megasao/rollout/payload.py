@@ -3,16 +3,19 @@
 Invariants, asserted by the tests:
 - questions are answered by a thread of their own, whatever the worker's event loop is busy with;
 - a message that is malformed, or asks for what is not held, is refused and changes nothing;
+- one that starts again is asked where it was before, if it can be: a separate critic has the manifest of then;
 - beyond loopback the socket has the run's CURVE keys, like every other.
 """
 
 import logging
 import socket
 import threading
+from typing import Any
 from urllib.parse import urlsplit
 
 import zmq
 
+from megasao.config.rundir import write_atomically
 from megasao.trajectories.hosted import PayloadJournal
 from megasao.trajectories.ipc import to_ipc
 from megasao.transport.codec import MalformedMessage, decode, encode
@@ -25,6 +28,8 @@ logger = logging.getLogger(__name__)
 POLL_MS = 100
 MOST_ANSWERS = 4
 """Answers that wait for one rank to read them: they may be large, and who does not read asks again."""
+PORT = "port"
+"""The file, beside the journal, that says where the host was asked last."""
 Frames = list[bytes | memoryview]
 
 
@@ -35,13 +40,26 @@ class PayloadService:
         self.journal = journal
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         shown = f"[{host}]" if ":" in host else host
-        self._socket = bind_router(self._context, f"tcp://{shown}:*", high_water_mark=MOST_ANSWERS, keys=keys)
+        self._socket = self._bind(shown, keys)
         port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        write_atomically(journal.directory / PORT, port)
         self.address = f"tcp://{shown}:{port}"
         """Where the trainer's ranks ask."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="payload", daemon=True)
         self._thread.start()
+
+    def _bind(self, shown: str, keys: CurveKeys | None) -> Any:
+        """On the port of the life before, if it is free, else on any."""
+        file = self.journal.directory / PORT
+        before = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+        for port in [before, "*"] if before.isascii() and before.isdigit() else ["*"]:
+            try:
+                return bind_router(self._context, f"tcp://{shown}:{port}", high_water_mark=MOST_ANSWERS, keys=keys)
+            except ValueError:
+                if port == "*":
+                    raise
+        raise AssertionError("any port is tried last")
 
     def close(self) -> None:
         """Stop to answer, and close the journal."""

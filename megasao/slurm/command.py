@@ -12,7 +12,7 @@ from megasao.config.model_check import layout_problems, of_critic, untrainable
 from megasao.config.rundir import RunDirectory
 from megasao.slurm.plan import ROLLOUT, plan_job
 from megasao.slurm.render import describe_job, header, sbatch_arguments
-from megasao.slurm.site import Site, read_site
+from megasao.slurm.site import KNOWN, Site, read_site
 from megasao.slurm.steps import INHERITED, Steps
 
 EXAMPLE = Site(
@@ -36,10 +36,11 @@ def describe(
 ) -> str:
     """The text of `megasao slurm`. UserError without a section slurm, ConfigError for a layout that cannot be."""
     plan = plan_job(config)
-    known = "MEGASAO_PYTHON" in environment
-    site = read_site(environment) if known else EXAMPLE
     if shown == "header":
         return header(plan)
+    # One of them is meant to count, and what is missing beside it is named.
+    known = any(name in environment for name in KNOWN if name not in ("MEGASAO_HOME", "MEGASAO_SITE"))
+    site = read_site(environment) if known else EXAMPLE
     if shown == "arguments":
         return "\n".join(sbatch_arguments(plan, site))
     run = RunDirectory(Path(config.run.directory) / config.run.name)

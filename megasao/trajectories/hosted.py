@@ -29,6 +29,7 @@ class PayloadJournal:
         self._held = exclusive(directory / "lock", "rollout worker with this payload", wait_s=lock_wait_s)
         self._journal = Journal(directory, segment_bytes=segment_bytes)
         self._store = JournalStore(self._journal)
+        self.directory = directory
         self._summaries: dict[str, Summary] = {}
         self._unwanted: set[str] = set()
         self._lacking: dict[str, None] = {}

@@ -124,8 +124,8 @@ CASES = [
         "an absolute path",
     ),
     (
+        ["weights.node_directory=/disk", "weights.transport=disk"],
         ["weights.node_directory=/disk", "weights.transport=distributed"],
-        ["weights.node_directory=/dev/shm", "weights.transport=distributed"],
         "weights.node_directory",
         "has no reader",
     ),

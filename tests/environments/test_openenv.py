@@ -12,6 +12,7 @@ import pytest
 
 from megasao.config.rollout import EnvironmentConfig
 from megasao.environments.base import EnvironmentFailure
+from megasao.environments.openenv import OpenEnvEnvironment
 from megasao.environments.registry import make_environment
 
 ROOT = Path(__file__).parents[2]
@@ -158,3 +159,17 @@ def test_a_whole_action_may_be_json_and_other_fields_are_fixed(server):
 def test_options_that_cannot_be_are_refused_by_name(options, named):
     with pytest.raises(ValueError, match=rf"environment\.options\.{named}"):
         make_environment(EnvironmentConfig(name="openenv", options=options))
+
+
+def test_what_a_controller_leases_needs_no_server(monkeypatch):
+    monkeypatch.setattr(OpenEnvEnvironment, "_request", lambda *_: {"observation": {"seen": "x"}})
+    environment = make("http://127.0.0.1:1")
+    prompt = environment.prompt("train", 3)
+
+    def gone(*_):
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(OpenEnvEnvironment, "_request", gone)
+    with pytest.raises(EnvironmentFailure):
+        environment.prompt("train", 3)
+    assert environment.named("train", 3) == (prompt.prompt_id, prompt.task)

@@ -115,6 +115,23 @@ def test_a_host_without_the_payload_or_without_life_is_named(host: Host) -> None
     rank.close()
 
 
+def test_a_host_that_starts_again_is_asked_where_it_was(tmp_path: Path) -> None:
+    first = Host(tmp_path, [row("a")])
+    address = first.address
+    first.service.close()
+    again = PayloadService(PayloadJournal(tmp_path), "127.0.0.1")
+    assert again.address == address
+    with PayloadClient(address) as client:
+        reply, _ = client.request(FetchRequest(["a"]), timeout_s=10.0)
+    assert not isinstance(reply, Refused)
+    again.close()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        other.bind(address)
+        elsewhere = PayloadService(PayloadJournal(tmp_path), "127.0.0.1")
+        assert elsewhere.address != address
+        elsewhere.close()
+
+
 def test_only_peers_with_the_keys_of_the_run_are_answered(tmp_path: Path) -> None:
     keys = CurveKeys.generate()
     with pytest.raises(ValueError, match="CURVE"):

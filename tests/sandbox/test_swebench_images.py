@@ -23,6 +23,7 @@ def world(request, ready, archive, tmp_path_factory):
 
     repository = path / "made" / "words"
     git(repository, "checkout", "-q", row["base_commit"])
+    (repository / "left by the build.txt").write_text("of the image, in no commit\n")
     name = TEMPLATE.replace("{instance}", "tiny_1776_words-1")
     import_image(runtime, add_repository(archive, repository, path / "image.tar"), name)
     data = str(path / "swebench_verified.parquet")

@@ -229,6 +229,8 @@ def test_the_servers_of_the_big_configs_are_what_sglang_takes() -> None:
 def test_a_config_without_nodes_is_told_how() -> None:
     with pytest.raises(UserError, match=r"slurm\.rollout_nodes=1"):
         describe(load_config(ROOT / "configs" / "laptop.yaml"), "plan", {})
+    with pytest.raises(UserError, match="MEGASAO_PYTHON"):
+        describe(load_config(GLM), "plan", {"MEGASAO_STEP_COMMAND": "apptainer exec a.sif"})
 
 
 def share(component: int, plan: JobPlan, **changes: object) -> Share:

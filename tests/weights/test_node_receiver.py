@@ -22,9 +22,9 @@ NAME, URL = "engine-0-0", "http://[::1]:1"
 def run_of(tmp_path: Path, transport: str):
     model = write_family(tmp_path / "hf", "llama", "float32") if not (tmp_path / "hf").exists() else tmp_path / "hf"
     changes = [f"model.path={model}", f"run.directory={tmp_path}", "sft=null", f"weights.transport={transport}"]
-    config = load_config(
-        LAPTOP, [*changes, f"weights.node_directory={tmp_path / 'node'}", "transport.heartbeat_s=0.05"]
-    )
+    if transport == "distributed":
+        changes.append(f"weights.node_directory={tmp_path / 'node'}")
+    config = load_config(LAPTOP, [*changes, "transport.heartbeat_s=0.05"])
     run = RunDirectory(tmp_path / "run")
     run.create()
     endpoints = Endpoints(controller="", weights=free_address(), torch_host="127.0.0.1", torch_port=1)

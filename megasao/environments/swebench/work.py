@@ -31,7 +31,8 @@ PREPARE_TIMEOUT_S = 600.0
 # The files come on standard input.
 _UNPACK = "tar -xf - --no-same-owner && git init -q && git add -A -f && git commit -q -m base && git rev-parse HEAD"
 
-# A clone of depth 1 has the objects of one commit; its .git takes the place of the image's.
+# A clone of depth 1 has the objects of one commit; its .git takes the place of the image's. Changes are counted from a
+# tree of all that is there: what a build left in no commit is in the image of the tests, too, and would not apply.
 _SHALLOW = """set -e
 new=$(mktemp -d)
 git clone -q --depth 1 --no-tags --no-checkout "file://$PWD" "$new/clone"
@@ -39,7 +40,9 @@ rm -rf .git
 mv "$new/clone/.git" .git
 git remote remove origin
 git reset -q
-git rev-parse HEAD
+git add -A
+git write-tree
+git reset -q
 """
 
 # The published images have the tests' interpreter in a conda environment.
@@ -73,7 +76,7 @@ class SwebenchFailure(EnvironmentFailure):
 
 
 async def begin(site: Site, instance: Instance) -> tuple[Container, str]:
-    """A container for the model, and the commit that its changes are counted from."""
+    """A container for the model, and the commit or tree that its changes are counted from."""
     container = await _prepared(site, instance)
     try:
         said = await _must(container, "git rev-parse HEAD" if site.repository else _SHALLOW, "its history")
