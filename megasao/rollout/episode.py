@@ -10,6 +10,7 @@ Invariants:
 - a reward lies on the last token that was seen when it arrived.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -122,7 +123,8 @@ class EpisodeRunner:
         prompt that leaves no room for an action.
         """
         started = time.time()
-        prompt = self.environment.prompt(lease.split, lease.prompt_index)  # type: ignore[arg-type]
+        # In a thread: an environment behind a server or a package may take its time, and other episodes go on.
+        prompt = await asyncio.to_thread(self.environment.prompt, lease.split, lease.prompt_index)  # type: ignore[arg-type]
         transcript = Transcript()
         transcript.observe(self.codec.encode_prompt(prompt))
         play = _Play(self, lease, prompt, transcript)

@@ -49,7 +49,7 @@ def test_weights(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     assert "paused: embedded" in run("weights.py", "--gb=0.005", "--repeats=1", "--json", str(report))
     rows = json.loads(report.read_text())[0]["rows"]
-    assert set(rows) == {"stream", "disk", "bare gloo broadcast", "bare file write"}
+    assert set(rows) == {"stream", "disk", "distributed", "bare gloo broadcast", "bare file write"}
 
 
 def test_training_step(tmp_path: Path) -> None:
