@@ -123,6 +123,15 @@ def gathered_widths(payload: Payload) -> Any:
     return sorted(widths)
 
 
+def sequence_parallel_flags(payload: Payload) -> Any:
+    """Of each parameter's name: whether Megatron adds its gradient up over tensor-parallel ranks."""
+    config = make_config(Path(payload["path"]), payload["parallel"])
+    runtime.set_layout(config.parallel, seed=1)
+    model = build_model("actor", Path(payload["path"]), config)
+    named = model.modules[0].named_parameters()
+    return {name: bool(getattr(parameter, "sequence_parallel", False)) for name, parameter in named}
+
+
 def train_all(payload: Payload) -> Any:
     """``cases.train`` for each of ``jobs``, one layout after the other."""
     reports = []

@@ -117,6 +117,15 @@ def test_ranks_exchange_latents_and_the_indexers_keys(checkpoints: dict[str, Pat
     assert run_world(2, "tests.megatron.family_cases:gathered_widths", payload) == [expected] * 2
 
 
+def test_the_indexers_norm_is_not_flagged_sequence_parallel(checkpoints: dict[str, Path]) -> None:
+    """It sees whole rows on every rank: with the flag its gradient would count once a rank."""
+    payload = {"path": str(checkpoints["glm_moe_dsa"]), "parallel": LAYOUTS["TP2 SP"]}
+    for flags in run_world(2, "tests.megatron.family_cases:sequence_parallel_flags", payload):
+        indexer = [flag for name, flag in flags.items() if "indexer.k_norm" in name]
+        assert indexer and not any(indexer)
+        assert all(flag for name, flag in flags.items() if name.endswith("input_layernorm.weight"))
+
+
 TRAINED = [
     ("llama", "PP2"),
     ("llama", "DP2 PP2 VPP2 DO"),

@@ -62,7 +62,7 @@ def check_equal(outcome: Outcome, reference: Outcome) -> None:
 
 
 def run_glm(path: Path, out: Path, parallel: dict[str, Any], **payload: Any) -> Outcome:
-    return run(path, out, parallel, **{"steps": 3, **payload})
+    return run(path, out, parallel, **{"steps": 5, **payload})
 
 
 @pytest.fixture(scope="module")

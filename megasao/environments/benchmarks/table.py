@@ -5,6 +5,7 @@ Invariant: the table in docs/evaluation.md is the one that ``markdown_table`` wr
 
 from dataclasses import dataclass
 
+from megasao.config.rollout import BenchmarksConfig
 from megasao.environments.mathematics import BOXED_PROMPT
 from megasao.environments.swebench.environment import NOTE
 
@@ -46,12 +47,14 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def markdown_table() -> str:
-    """One line a benchmark."""
+    """One line a benchmark; prompt ``boxed`` asks for the final answer in a box, ``agent`` says how to work."""
     lines = [
-        "| name | published as | samples | turns | T, top-p | answer | set-up of |",
-        "|---|---|---|---|---|---|---|",
+        "| name | published as | prompt | samples | turns | T, top-p | tokens | answer | set-up of |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
+    longest = BenchmarksConfig.model_fields["max_tokens"].default
     for one in BENCHMARKS.values():
-        numbers = f"{one.samples} | {one.turns} | 1, 1"
-        lines.append(f"| {one.name} | {one.published} | {numbers} | {one.answer} | {one.setup} |")
+        prompt = "boxed" if one.template == BOXED_PROMPT else "agent"
+        numbers = f"{one.samples} | {one.turns} | 1, 1 | {longest}"
+        lines.append(f"| {one.name} | {one.published} | {prompt} | {numbers} | {one.answer} | {one.setup} |")
     return "\n".join(lines)
