@@ -318,7 +318,7 @@ def rollout(
 @app.command()
 def engine(
     run: RunPath,
-    index: Annotated[int, typer.Option(min=0, help="Which of the run's SGLang servers.")] = 0,
+    index: Annotated[int | None, typer.Option(min=0, help="Which of the run's SGLang servers; 0 if not said.")] = None,
     add: Annotated[
         int | None, typer.Option(min=0, metavar="WORKER", help="One more server, of this rollout worker, here.")
     ] = None,
@@ -330,16 +330,19 @@ def engine(
     on; an added one runs in this process, until it is removed or ended."""
     directory, config = _begin_role(run)
     if add is not None or remove is not None:
+        if index is not None:
+            raise UserError(f"--index {index} is of the launcher's servers; leave it out with --add and --remove")
         _change_servers(directory, config, add, remove)
         return
     from megasao.config.rundir import all_engine_names
 
     names = all_engine_names(config)
-    if index >= len(names):
-        raise UserError(f"--index {index}: the run has {len(names)} SGLang servers, counted from 0")
+    which = index or 0
+    if which >= len(names):
+        raise UserError(f"--index {which}: the run has {len(names)} SGLang servers, counted from 0")
     from megasao.rollout.server import run as run_server
 
-    run_server(directory, config, names[index])
+    run_server(directory, config, names[which])
 
 
 def _change_servers(run: "RunDirectory", config: "Config", add: int | None, remove: str | None) -> None:

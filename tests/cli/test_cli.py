@@ -219,6 +219,12 @@ def test_a_cluster_job_is_shown_in_one_form() -> None:
     assert result.returncode == 2 and "give one of them" in result.stderr
 
 
+def test_a_server_that_is_added_or_removed_has_no_index(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(LAPTOP)))
+    result = megasao("engine", "--run", tmp_path, "--index", "1", "--add", "0")
+    assert result.returncode == 2 and "--index 1 is of the launcher's servers" in result.stderr
+
+
 def test_help_lists_every_command() -> None:
     result = megasao("--help")
     for command in ("check", "train", "sft", "report", "info", "controller", "rollout", "engine", "trainer"):
