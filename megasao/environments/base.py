@@ -91,6 +91,9 @@ class Environment(ABC):
     """A task family."""
 
     name: str
+    prompts_wait: bool = False
+    """Whether ``prompt`` waits for a server or a package: then it is made in a thread, while other episodes go on.
+    Otherwise episodes begin in the order of their leases, so that a run without a clock can be repeated bit for bit."""
 
     @property
     @abstractmethod

@@ -102,6 +102,7 @@ class GymnasiumEnvironment(Environment):
     """One registered environment."""
 
     name = "gymnasium"
+    prompts_wait = True
 
     def __init__(self, options: GymnasiumOptions) -> None:
         """ValueError where the package or the environment is missing, or its actions are neither few nor text."""

@@ -137,6 +137,7 @@ class OpenEnvEnvironment(Environment):
     """The environment of one server."""
 
     name = "openenv"
+    prompts_wait = True
 
     def __init__(self, options: OpenEnvOptions) -> None:
         """ValueError where no OpenEnv server answers."""

@@ -116,6 +116,12 @@ class EpisodeRunner:
         """ValueError if a stop string is not one token of this tokenizer."""
         return cls(environment, engine, codec, limits, codec.stop_ids(environment))
 
+    async def _prompt(self, lease: Lease) -> Prompt:
+        make, split, index = self.environment.prompt, lease.split, lease.prompt_index
+        if self.environment.prompts_wait:
+            return await asyncio.to_thread(make, split, index)  # type: ignore[arg-type]
+        return make(split, index)  # type: ignore[arg-type]
+
     async def run(self, lease: Lease) -> Trajectory:
         """Play one lease to its end.
 
@@ -123,8 +129,7 @@ class EpisodeRunner:
         prompt that leaves no room for an action.
         """
         started = time.time()
-        # In a thread: an environment behind a server or a package may take its time, and other episodes go on.
-        prompt = await asyncio.to_thread(self.environment.prompt, lease.split, lease.prompt_index)  # type: ignore[arg-type]
+        prompt = await self._prompt(lease)
         transcript = Transcript()
         transcript.observe(self.codec.encode_prompt(prompt))
         play = _Play(self, lease, prompt, transcript)

@@ -2,10 +2,13 @@
 
 import asyncio
 import runpy
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from scripted_engine import ScriptedEngine
 
 from megasao.config.rollout import EnvironmentConfig
@@ -128,6 +131,48 @@ def test_a_reward_with_an_observation_lies_on_the_observation(codec):
     environment = Echo(StepResult("<result>3</result>", 0.25, False), StepResult("", 1.0, True))
     trajectory = play(environment, says(codec, "<call>1+2</call>", "<answer>3</answer>"), codec)
     assert {i: r for i, r in enumerate(trajectory.rewards) if r} == {12: 0.25, 15: 1.0}
+
+
+def test_episodes_begin_in_the_order_of_their_leases(codec):
+    """What a batch of the engine holds decides how its numbers are rounded: a run could not be repeated otherwise."""
+
+    class Uneven(Echo):
+        def prompt(self, split, index):
+            time.sleep(0.1 * (index == 0))
+            return super().prompt(split, index)
+
+    leases = [structs.replace(LEASE, lease_id=f"lease-{number}", prompt_index=number) for number in range(4)]
+    environment, engine = Uneven(*[StepResult("", 1.0, True)] * 4), says(codec, "<answer>3</answer>")
+    runner = EpisodeRunner.build(environment, engine, codec, EnvironmentConfig(max_turns=1))
+
+    async def together():
+        await asyncio.gather(*map(runner.run, leases))
+
+    asyncio.run(together())
+    assert [request.session_id for request in engine.requests] == [lease.lease_id for lease in leases]
+
+
+def test_a_prompt_that_waits_holds_up_no_other_episode(codec):
+    both_asked = threading.Barrier(2, timeout=30)
+
+    class Slow(Echo):
+        prompts_wait = True
+
+        def prompt(self, split, index):
+            both_asked.wait()
+            return super().prompt(split, index)
+
+    done = StepResult("", 1.0, True)
+    runner = EpisodeRunner.build(
+        Slow(done, done), says(codec, "<answer>3</answer>"), codec, EnvironmentConfig(max_turns=1)
+    )
+
+    async def together():
+        return await asyncio.gather(
+            *(runner.run(structs.replace(LEASE, lease_id=name)) for name in ("lease-1", "lease-2"))
+        )
+
+    assert [trajectory.rewards[-1] for trajectory in asyncio.run(together())] == [1.0, 1.0]
 
 
 def test_max_turns_ends_on_the_last_action(codec):
