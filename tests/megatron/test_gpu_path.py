@@ -1,11 +1,17 @@
 """What can be said without a GPU of the path that needs one: names are the same, and what is not there is refused."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from megasao.config.load import load_config
 from megasao.config.model import ModelConfig, ParallelConfig
 from megasao.megatron.bridge.table import global_name
 from megasao.megatron.models import make_transformer_config
+from megasao.megatron.options import passed_on
+
+LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
 
 HF_CONFIG = {
     "model_type": "qwen3_moe",
@@ -53,3 +59,12 @@ def test_what_needs_a_gpu_is_refused_or_off() -> None:
     assert not config.moe_grouped_gemm and not config.gradient_accumulation_fusion
     with pytest.raises(ValueError, match="dispatcher = flex needs CUDA and the package deep_ep; use alltoall"):
         make_transformer_config(HF_CONFIG, model, ParallelConfig(ranks=2, expert=2, dispatcher="flex"))
+
+
+def test_offloaded_optimizer_state_is_megatrons_own_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+    config = load_config(LAPTOP, [f"megatron.optimizer.{name}={str(value).lower()}" for name, value in offload.items()])
+    with pytest.raises(ValueError, match="optimizer_cpu_offload = True needs CUDA"):
+        passed_on("optimizer", config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert passed_on("optimizer", config) == offload
