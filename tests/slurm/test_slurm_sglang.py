@@ -110,6 +110,55 @@ def test_a_preempted_job_with_servers_ends_alike(
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
+def test_dead_nodes_of_a_server_and_of_a_trainer(cluster: Cluster, sparse_model: Path, tmp_path: Path) -> None:
+    """Each time the job goes on elsewhere, from the checkpoint of the step before, with servers of its weights."""
+    config = write_config(
+        tmp_path / "config.yaml",
+        sparse_model,
+        loop={"steps": 1000},
+        checkpoint={"every": 1},
+    )
+    job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
+    dead: list[str] = []
+    try:
+        for number, role in enumerate(("engine", "trainer"), start=1):
+            wait_for_steps_of_start(job, number)
+            dead.append(job.node(role))
+            cluster.kill_node(dead[-1])
+            job.wait_for("PENDING", seconds=90)
+            job.start_again_now()
+        wait_for_steps_of_start(job, 3)
+        assert not {*dead} & {*job.history[-1].nodes}, "a dead node was used again"
+        off = [line.get("actor/current_log_ratio_abs_max") for line in job.steps]
+        assert max(each for each in off if each is not None) < 1e-4, "servers did not have the step's weights"
+        cluster.call("scancel", job.number)
+        job.wait_for("CANCELLED")
+        wait_until(lambda: not [one for one in job.left_over() if on_node(one) not in dead], 30, job.explain)
+        runs.check_books(job.run, len(jobs.batches(job)))
+    finally:
+        for left in job.left_over():  # what Slurm cannot end on a node whose daemon is dead
+            left.send_signal(signal.SIGKILL)
+        for node in dead:
+            cluster.start_node(node)
+    wait_until(lambda: cluster.idle() == len(cluster.nodes), 60, lambda: cluster.call("sinfo", "-N", "-l"))
+
+
+def wait_for_steps_of_start(job: jobs.Job, number: int) -> None:
+    """Until a step was trained after the job's start ``number``."""
+    wait_until(lambda: job.events.count("started") == number, START_S, job.explain)
+    began = [event.time for event in job.history if event.event == "started"][-1]
+    wait_until(lambda: bool(job.steps) and job.steps[-1]["time"] > began, START_S, job.explain)
+
+
+def on_node(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("SLURMD_NODENAME")
+    except psutil.Error:
+        return None
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_servers_of_two_nodes(cluster: Cluster, sparse_model: Path, tmp_path: Path) -> None:
     """One of a server's nodes dies and takes the server down, which is replaced; scancel leaves nothing."""
     config = write_config(
