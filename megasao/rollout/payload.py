@@ -7,9 +7,7 @@ Invariants, asserted by the tests:
 - beyond loopback the socket has the run's CURVE keys, like every other.
 """
 
-import logging
 import socket
-import threading
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,19 +16,16 @@ import zmq
 from megasao.config.rundir import write_atomically
 from megasao.trajectories.hosted import PayloadJournal
 from megasao.trajectories.ipc import to_ipc
+from megasao.transport.answering import AnsweringThread, Frames
 from megasao.transport.codec import MalformedMessage, decode, encode
 from megasao.transport.endpoints import bind_router
 from megasao.transport.keys import CurveKeys
 from megasao.transport.messages import Fetched, FetchRequest, Refused
 
-logger = logging.getLogger(__name__)
-
-POLL_MS = 100
 MOST_ANSWERS = 4
 """Answers that wait for one rank to read them: they may be large, and who does not read asks again."""
 PORT = "port"
 """The file, beside the journal, that says where the host was asked last."""
-Frames = list[bytes | memoryview]
 
 
 class PayloadService:
@@ -40,14 +35,12 @@ class PayloadService:
         self.journal = journal
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         shown = f"[{host}]" if ":" in host else host
-        self._socket = self._bind(shown, keys)
-        port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        bound = self._bind(shown, keys)
+        port = bound.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         write_atomically(journal.directory / PORT, port)
         self.address = f"tcp://{shown}:{port}"
         """Where the trainer's ranks ask."""
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="payload", daemon=True)
-        self._thread.start()
+        self._thread = AnsweringThread(bound, self._answer, name="payload")
 
     def _bind(self, shown: str, keys: CurveKeys | None) -> Any:
         """On the port of the life before, if it is free, else on any."""
@@ -63,21 +56,9 @@ class PayloadService:
 
     def close(self) -> None:
         """Stop to answer, and close the journal."""
-        self._closing.set()
-        self._thread.join()
-        self._socket.close()
+        self._thread.close()
         self._context.term()
         self.journal.close()
-
-    def _serve(self) -> None:
-        while not self._closing.is_set():
-            if not self._socket.poll(POLL_MS):
-                continue
-            peer, *frames = self._socket.recv_multipart()
-            try:
-                self._socket.send_multipart([peer, *self._answer(frames)], zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                logger.info("payload could not be sent (%s); the rank asks again", error)
 
     def _answer(self, frames: list[bytes]) -> Frames:
         try:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from megasao.transport.answering import AnsweringThread, Frames
 from megasao.transport.codec import MalformedMessage, decode, encode
 from megasao.transport.endpoints import bind_router
 from megasao.transport.keys import CurveKeys
@@ -34,9 +35,7 @@ from megasao.transport.values import (
 
 logger = logging.getLogger(__name__)
 
-POLL_MS = 100
 _ANSWERS: dict[type, type] = {Train: Values, LearnedRequest: Learned, Save: Saved, Leave: Leaving}
-Frames = list[bytes | memoryview]
 
 
 class ValueService:
@@ -44,14 +43,12 @@ class ValueService:
 
     def __init__(self, address: str, *, high_water_mark: int, keys: CurveKeys | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = bind_router(self._context, address, high_water_mark=high_water_mark, keys=keys)
+        bound = bind_router(self._context, address, high_water_mark=high_water_mark, keys=keys)
         self._commands: queue.Queue[Command] = queue.Queue()
         self._newest: dict[type, int] = {}
         self._answers: dict[tuple[type, int], Frames] = {}
         self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="value-service", daemon=True)
-        self._thread.start()
+        self._thread = AnsweringThread(bound, self._reply, name="value-service")
 
     def next(self, timeout_s: float) -> Command | None:
         """The next command, in the order in which they came; None if there is none within the time."""
@@ -70,9 +67,7 @@ class ValueService:
 
     def close(self) -> None:
         """Stop to answer; what is on its way is still sent, within the sockets' bound."""
-        self._closing.set()
-        self._thread.join()
-        self._socket.close()
+        self._thread.close()
         self._context.term()
 
     def _keep(self, kind: type, step: int, frames: Frames) -> None:
@@ -80,16 +75,6 @@ class ValueService:
             for old in [key for key in self._answers if key[0] is kind]:
                 del self._answers[old]
             self._answers[kind, step] = frames
-
-    def _serve(self) -> None:
-        while not self._closing.is_set():
-            if not self._socket.poll(POLL_MS):
-                continue
-            peer, *frames = self._socket.recv_multipart()
-            try:
-                self._socket.send_multipart([peer, *self._reply(frames)], zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                logger.info("an answer could not be sent (%s); the actor asks again", error)
 
     def _reply(self, frames: list[bytes]) -> Frames:
         try:
