@@ -23,7 +23,7 @@ from megasao.environments.code_demonstrator import DONE, Habits, demonstrate
 from megasao.environments.code_tasks import SHIPPED, CodeTask, load_tasks
 from megasao.environments.code_tasks.variants import other_names, variant
 from megasao.environments.edits import HOW, Block, find_block, replaced
-from megasao.environments.options import nearest, read_options
+from megasao.environments.options import nearest, read_options, require_positive
 from megasao.environments.python_tool import INTERPRETER, require_interpreter
 from megasao.environments.sandbox.contained import check_choice, chosen_sandbox
 from megasao.environments.sandbox.limits import SandboxLimits
@@ -89,9 +89,7 @@ class CodeAgentOptions:
 
     def __post_init__(self) -> None:
         check_choice(self.sandbox, self.sandbox_image)
-        for name in ("time_s", "memory_mb", "output"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"environment.options.{name}: expected more than 0, got {getattr(self, name)}")
+        require_positive(self, "time_s", "memory_mb", "output")
         if self.most_names < 0:
             raise ValueError(f"environment.options.most_names: expected 0 or more, got {self.most_names}")
         for name in ("gives_up", "remembers"):

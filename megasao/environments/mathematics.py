@@ -19,7 +19,7 @@ from typing import Any
 
 from megasao.environments.answers import RULES, find_answer
 from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult, shown_to_model
-from megasao.environments.options import read_options
+from megasao.environments.options import read_options, require_positive
 from megasao.environments.python_tool import NOTE, PythonTool, find_code, require_interpreter
 from megasao.environments.rows import Problem, load_problems
 from megasao.environments.sandbox.contained import check_choice, chosen_sandbox
@@ -76,9 +76,7 @@ class MathOptions:
         if self.tool not in ("", "python"):
             raise ValueError(f"environment.options.tool: expected python or nothing, got {self.tool!r}")
         check_choice(self.sandbox, self.sandbox_image)
-        for name in ("verifiers", "time_limit_s", "memory_mb", "tool_time_s", "tool_memory_mb", "tool_output"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"environment.options.{name}: expected more than 0, got {getattr(self, name)}")
+        require_positive(self, "verifiers", "time_limit_s", "memory_mb", "tool_time_s", "tool_memory_mb", "tool_output")
         if self.memory_mb < 64:
             raise ValueError(f"environment.options.memory_mb: expected 64 or more, got {self.memory_mb}")
 

@@ -38,6 +38,13 @@ def read_options(kind: type[Options], values: Mapping[str, Any], *, owner: str) 
     return kind(**values)
 
 
+def require_positive(options: object, *names: str) -> None:
+    """ValueError naming the first of these options that is not above 0."""
+    for name in names:
+        if getattr(options, name) <= 0:
+            raise ValueError(f"environment.options.{name}: expected more than 0, got {getattr(options, name)}")
+
+
 def _fits(value: object, kind: type) -> bool:
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)

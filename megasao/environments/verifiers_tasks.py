@@ -27,7 +27,7 @@ from megasao.environments.base import (
     StepResult,
     check_place,
 )
-from megasao.environments.options import read_options
+from megasao.environments.options import read_options, require_positive
 from megasao.environments.splits import split_of, text_hash
 from megasao.environments.threads import MOST_HUNG, CallingThread
 
@@ -55,9 +55,7 @@ class VerifiersOptions:
     def __post_init__(self) -> None:
         if not self.taskset:
             raise ValueError("environment.options.taskset: missing; name an installed taskset")
-        for name in ("most_tasks", "time_limit_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"environment.options.{name}: expected more than 0, got {getattr(self, name)}")
+        require_positive(self, "most_tasks", "time_limit_s")
 
 
 class VerifiersEpisode(Episode):

@@ -26,7 +26,7 @@ from megasao.environments.base import (
     shown_to_model,
 )
 from megasao.environments.edits import HOW, Block, find_block, replaced
-from megasao.environments.options import nearest, read_options
+from megasao.environments.options import nearest, read_options, require_positive
 from megasao.environments.sandbox.bubblewrap import SandboxUnavailable
 from megasao.environments.sandbox.container import MAX_SCRIPT, Container
 from megasao.environments.sandbox.limits import SandboxLimits
@@ -93,9 +93,7 @@ class SwebenchOptions:
     """Characters of a command's output that the model is shown."""
 
     def __post_init__(self) -> None:
-        for name in ("time_s", "test_time_s", "memory_mb", "processes", "disk_mb", "output"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"environment.options.{name}: expected more than 0, got {getattr(self, name)}")
+        require_positive(self, "time_s", "test_time_s", "memory_mb", "processes", "disk_mb", "output")
         if self.sandbox not in ("auto", *RUNTIMES):
             known = ["auto", *RUNTIMES]
             guess = nearest(self.sandbox, known)
