@@ -81,7 +81,7 @@ def test_an_answer_that_is_executed_by_a_verifier_does_not_leave_the_sandbox(tmp
         f"__import__('os').system('touch {canary}')",
         f"[1 for _ in open('{tmp_path}/secret')]",
         "__import__('socket').create_connection(('127.0.0.1', 9))",
-        "[x for x in iter(int, 1)]",
+        "sum(iter(int, 1))",
         "'x' * 10**11",
     ]
     environment = make(datasets={"spiral_matrix": {}}, sandbox="bubblewrap", memory_mb=1024, time_limit_s=2.0)
@@ -97,7 +97,7 @@ def test_without_a_sandbox_the_guard_still_keeps_it_inside_the_process(tmp_path)
     canary = tmp_path / "canary"
     environment = make(datasets={"spiral_matrix": {}}, time_limit_s=2.0)
     prompt = environment.prompt("train", 0)
-    touch, loop = f"__import__('pathlib').Path('{canary}').touch()", "[x for x in iter(int, 1)]"
+    touch, loop = f"__import__('pathlib').Path('{canary}').touch()", "sum(iter(int, 1))"
     found = grade(environment, [(prompt, f"<answer>[{text}]</answer>") for text in (touch, loop)])
     assert found == ["verifier_refused", "verifier_timeout"] and not canary.exists()
 
