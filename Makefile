@@ -73,7 +73,7 @@ lint: setup slurm
 	$(BIN)/ruff check setup.py csrc megasao tests tools benchmarks
 	$(BIN)/ruff format --check setup.py csrc megasao tests tools benchmarks
 	$(BIN)/mypy
-	@if command -v shellcheck >/dev/null; then shellcheck -x slurm/*.sh tools/*.sh; \
+	@if command -v shellcheck >/dev/null; then shellcheck -x slurm/*.sh tools/*.sh .ci/run .ci/missing; \
 	else echo 'shellcheck is not installed: shell scripts were not checked'; fi
 
 # Untrusted code runs in bubblewrap, or in containers. Where they are missing and cannot be installed, their tests are
@@ -93,7 +93,7 @@ extras: setup
 	@$(BIN)/python -m pip install --quiet --no-deps $(TEMPLATES) \
 		|| echo "note: trl was not installed; no published chat templates are tested"
 
-# Where SGLang cannot be installed its tests are skipped, and say so; continuous integration (.ci/run) insists on it.
+# What cannot be installed has its tests skipped, and says so; continuous integration (.ci/run) insists on .ci/needed.
 test: lint sandbox extras
 	-$(MAKE) setup-sglang
 	-$(MAKE) setup-openenv
