@@ -9,6 +9,7 @@ from controller_support import (
     make_config,
     ready,
     result_of,
+    run_evaluation,
 )
 
 from megasao.environments.benchmarks.background import background_benchmarks
