@@ -61,7 +61,7 @@ def test_whoever_is_killed_the_trajectories_are_trained_once(model: Path, tmp_pa
     host.send_signal(signal.SIGSTOP)
     stopped = time.monotonic()
     # What it has of the next step is asked for, if that is assembled before the controller misses it.
-    runs.wait_until(lambda: asked_again(run) or time.monotonic() > stopped + 20, process, config)
+    runs.wait_until(lambda: asked_again(run) or time.monotonic() > stopped + 10, process, config)
     runs.kill_role(process, "trainer")
     host.send_signal(signal.SIGCONT)
     runs.finish(process, config)
