@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,6 @@ def pretrain(earlier: runs.RunDirectory, directory: Path, trajectories: Path) ->
 
 
 def test_a_critic_learns_from_the_journal_of_an_earlier_run(earlier: runs.RunDirectory, tmp_path: Path) -> None:
-    text, lines = pretrain(earlier, tmp_path / "value", earlier.path)
-    looks = [line["value/held_out/explained_variance"] for line in lines if "value/held_out/tokens" in line]
-    assert len(looks) == 3 and looks[-1] > 0.1, looks
-    assert lines[0]["value/before/explained_variance"] == pytest.approx(0, abs=1e-6), "a new head is a constant"
-    assert "value pretraining 60/60" in text and f"held-out trajectories: {looks[-1]:.3f}" in text
-
     stored = read_trajectories([earlier.journal])
     rows = stored.fetch(range(len(stored)))
     totals = [sum(row.rewards) for row in rows]
@@ -78,7 +73,15 @@ def test_a_critic_learns_from_the_journal_of_an_earlier_run(earlier: runs.RunDir
     random.Random(0).shuffle(totals)
     shuffled = [replace(r, rewards=[0.0] * (len(r.tokens) - 1) + [t]) for r, t in zip(rows, totals, strict=True)]
     (tmp_path / "shuffled.arrow").write_bytes(to_ipc(to_batch(shuffled)))
-    _, control = pretrain(earlier, tmp_path / "control", tmp_path / "shuffled.arrow")
+    with ThreadPoolExecutor(2) as pool:
+        right = pool.submit(pretrain, earlier, tmp_path / "value", earlier.path)
+        wrong = pool.submit(pretrain, earlier, tmp_path / "control", tmp_path / "shuffled.arrow")
+        (text, lines), (_, control) = right.result(), wrong.result()
+    looks = [line["value/held_out/explained_variance"] for line in lines if "value/held_out/tokens" in line]
+    assert len(looks) == 3 and looks[-1] > 0.1, looks
+    assert lines[0]["value/before/explained_variance"] == pytest.approx(0, abs=1e-6), "a new head is a constant"
+    assert "value pretraining 60/60" in text and f"held-out trajectories: {looks[-1]:.3f}" in text
+
     assert control[-1]["value/held_out/explained_variance"] < 0.03, "negative control: rewards of other trajectories"
 
     config = runs.write_config(
