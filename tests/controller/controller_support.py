@@ -1,6 +1,5 @@
 """A tiny environment, trajectories for leases, and a worker that plays the wire by hand."""
 
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from megasao.controller.recovery import Opened
 from megasao.controller.server import ControllerServer
 from megasao.controller.state import ControllerState
 from megasao.environments.base import Environment, Prompt
+from megasao.launch.ports import free_ports
 from megasao.trajectories.buffer import summarise
 from megasao.trajectories.schema import Trajectory, to_batch, to_ipc
 from megasao.transport.codec import decode, encode
@@ -32,7 +32,7 @@ from megasao.transport.messages import (
     Welcome,
 )
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 """No wait of a test depends on speed: this is only where a broken one ends."""
 
 
@@ -123,9 +123,7 @@ def result_of(lease: Lease, seq: int, reward: float = 1.0, version: int = 0) -> 
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_ports(1)[0]}"
 
 
 def make_run(tmp_path, address: str) -> RunDirectory:

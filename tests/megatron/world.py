@@ -13,7 +13,6 @@ import importlib
 import json
 import os
 import selectors
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from megasao.launch.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
@@ -61,7 +62,7 @@ class World:
         self._results: list[int] = []
         self._buffers = [b""] * size
         self._processes = []
-        port = _free_port()
+        (port,) = free_ports(1)
         for rank in range(size):
             reader, writer = os.pipe()
             environment = os.environ | {
@@ -170,12 +171,6 @@ _worlds: dict[int, World] = {}
 def _kill_all() -> None:
     for world in _worlds.values():
         world.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _worker(result_descriptor: int) -> None:
