@@ -204,6 +204,12 @@ def weights(config: "Config") -> Iterator[Problem]:
         yield Problem("weights.node_directory", reason)
     elif not asked.startswith("/"):
         yield Problem("weights.node_directory", f"expected an absolute path, got {asked!r}")
+    if config.weight_transport == "embedded" and config.rollout.engine != "embedded":
+        reason = (
+            f"embedded shares memory with the embedded engine, and rollout.engine = {config.rollout.engine}; "
+            "use disk or distributed"
+        )
+        yield Problem("weights.transport", reason)
     if config.weights.dtype == "fp8_block":
         yield from _fp8(config)
 

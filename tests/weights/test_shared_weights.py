@@ -13,6 +13,7 @@ from share_world import SECRET, Distributed, cut_in_two, offer
 from weight_world import equal, weights
 
 from megasao.weights.fetching import SharesDownload
+from megasao.weights.intake import Intake
 from megasao.weights.messages import AnnounceShares, Share
 from megasao.weights.serving import ShareServer, address_towards
 from megasao.weights.shared import BufferPool, ShareTensors, bucket_sum, check_manifest
@@ -100,7 +101,7 @@ def test_memory_is_used_again_only_when_no_tensor_of_it_is_left() -> None:
 
 
 def download(shares: list[Share], version: int = 1, secret: bytes = SECRET) -> SharesDownload:
-    return SharesDownload(AnnounceShares("epoch", version, shares, secret), BufferPool())
+    return SharesDownload(AnnounceShares("epoch", version, shares, secret), Intake())
 
 
 def fetched(one: SharesDownload, timeout_s: float = 5.0) -> str | None:
@@ -123,11 +124,11 @@ def test_a_version_is_fetched_from_all_ranks_over_either_protocol(host: str) -> 
 
 
 def test_a_version_that_is_let_go_gives_its_memory_to_the_next() -> None:
-    ranks, pool, places = Distributed(), BufferPool(), []
+    ranks, intake, places = Distributed(), Intake(), []
     pairs = zip(ranks.servers, cut_in_two(weights(5)), strict=True)
     shares = [offer(server, rank, 1, share) for rank, (server, share) in enumerate(pairs)]
     for _ in range(2):
-        one = SharesDownload(AnnounceShares("epoch", 1, shares, SECRET), pool)
+        one = SharesDownload(AnnounceShares("epoch", 1, shares, SECRET), intake)
         assert fetched(one) is None
         places.append({found[0][1].data_ptr() for found in one.tensors()._pieces.values()})
         del one  # at once, not when garbage is collected
@@ -143,7 +144,7 @@ def test_a_receiver_that_takes_nothing_does_not_hold_up_the_trainer() -> None:
     stuck = threading.Thread(target=fetched, args=(download([Share(0, "127.0.0.1", server.port, 2**26, 0)]),))
     stuck.start()
     server.retire()
-    assert not server._peers
+    assert not server._reading
     server.close()
     stuck.join(20)
     silent.close()
