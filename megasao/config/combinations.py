@@ -210,6 +210,9 @@ def weights(config: "Config") -> Iterator[Problem]:
             "use disk or distributed"
         )
         yield Problem("weights.transport", reason)
+    elif config.weight_transport == "embedded" and config.slurm is not None:
+        reason = "embedded needs trainer and engines on one machine, and in a Slurm job they are on nodes of their own"
+        yield Problem("weights.transport", f"{reason}; use distributed or disk")
     if config.weights.dtype == "fp8_block":
         yield from _fp8(config)
 

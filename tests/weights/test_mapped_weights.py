@@ -6,14 +6,13 @@ import multiprocessing
 import os
 import signal
 import threading
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
-from share_world import cut_in_two
+from share_world import two_pairs, write_mapped
 from weight_world import RecordingSink, connected, equal, free_address, publisher, receiving, weights
 
 from megasao.weights import mapped
@@ -23,19 +22,6 @@ from megasao.weights.messages import AnnounceMapped, Mapped
 from megasao.weights.publisher import WeightPublisher
 
 _spawn = multiprocessing.get_context("spawn")
-
-
-def write(pair: SegmentPair, rank: int, seed: int) -> Mapped:
-    """One rank's share of a version; as the trainer does it."""
-    manifest, data = cut_in_two(weights(seed))[rank]
-    segment = pair.begin()
-    segment.flat.numpy()[:] = data
-    raw = msgspec.msgpack.encode(manifest)
-    return Mapped(rank, os.getpid(), pair.show(raw), manifest.total_bytes, len(raw), zlib.crc32(raw))
-
-
-def pairs() -> list[SegmentPair]:
-    return [SegmentPair(manifest.total_bytes) for manifest, _ in cut_in_two(weights(0))]
 
 
 def announced(memories: list[Mapped], version: int = 1) -> AnnounceMapped:
@@ -52,14 +38,14 @@ def taken(announce: AnnounceMapped, timeout_s: float = 20.0) -> tuple[MappedDown
 
 @pytest.fixture
 def ranks() -> Iterator[list[SegmentPair]]:
-    found = pairs()
+    found = two_pairs(weights(0))
     yield found
     for pair in found:
         pair.close()
 
 
 def test_a_version_is_mapped_bit_for_bit_and_nothing_is_copied(ranks: list[SegmentPair]) -> None:
-    memories = [write(pair, rank, 5) for rank, pair in enumerate(ranks)]
+    memories = [write_mapped(pair, rank, weights(5)) for rank, pair in enumerate(ranks)]
     one, problem = taken(announced(memories))
     assert problem is None and equal(one.tensors(), weights(5))
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -72,7 +58,7 @@ def test_a_version_is_mapped_bit_for_bit_and_nothing_is_copied(ranks: list[Segme
 
 def test_what_a_receiver_has_is_not_written_and_its_memory_is_used_again_later(ranks: list[SegmentPair]) -> None:
     def publish(seed: int) -> list[Mapped]:
-        return [write(pair, rank, seed) for rank, pair in enumerate(ranks)]
+        return [write_mapped(pair, rank, weights(seed)) for rank, pair in enumerate(ranks)]
 
     first = publish(1)
     held, _ = taken(announced(first))
@@ -90,7 +76,7 @@ def test_what_a_receiver_has_is_not_written_and_its_memory_is_used_again_later(r
 
 
 def test_a_receiver_cannot_change_what_others_read(ranks: list[SegmentPair]) -> None:
-    memories = [write(pair, rank, 5) for rank, pair in enumerate(ranks)]
+    memories = [write_mapped(pair, rank, weights(5)) for rank, pair in enumerate(ranks)]
     careless, _ = taken(announced(memories))
     for found in careless.tensors()._pieces.values():
         for piece, flat in found:
@@ -100,12 +86,12 @@ def test_a_receiver_cannot_change_what_others_read(ranks: list[SegmentPair]) -> 
 
 
 def test_an_older_version_and_one_that_is_being_written_are_refused(ranks: list[SegmentPair]) -> None:
-    old = [write(pair, rank, 1) for rank, pair in enumerate(ranks)]
+    old = [write_mapped(pair, rank, weights(1)) for rank, pair in enumerate(ranks)]
     for seed in (2, 3):
         for rank, pair in enumerate(ranks):
-            write(pair, rank, seed)
+            write_mapped(pair, rank, weights(seed))
     assert "rank 0" in taken(announced(old))[1] and "is not the announced one" in taken(announced(old))[1]
-    current = [write(pair, rank, 4) for rank, pair in enumerate(ranks)]
+    current = [write_mapped(pair, rank, weights(4)) for rank, pair in enumerate(ranks)]
     for pair in ranks:
         pair.begin()
         pair.show(b"")
@@ -115,7 +101,7 @@ def test_an_older_version_and_one_that_is_being_written_are_refused(ranks: list[
 
 
 def test_damage_and_strange_memory_are_named(ranks: list[SegmentPair]) -> None:
-    memories = [write(pair, rank, 5) for rank, pair in enumerate(ranks)]
+    memories = [write_mapped(pair, rank, weights(5)) for rank, pair in enumerate(ranks)]
     ranks[1]._segments[-1].flat[3] ^= 1
     assert "trainer rank 1: bucket 0 is damaged" in taken(announced(memories))[1]
     ranks[1]._segments[-1].flat[3] ^= 1
@@ -168,35 +154,34 @@ def test_memory_that_cannot_be_had_leaves_no_descriptor(monkeypatch: pytest.Monk
     assert Segment(0).flat.shape == (0,)
 
 
-def _one_rank(memories: "multiprocessing.Queue[Mapped]", rank: int) -> None:
-    memories.put(write(pairs()[rank], rank, 8))
+def _both_ranks(memories: "multiprocessing.Queue[list[Mapped]]") -> None:
+    ranks = two_pairs(weights(0))
+    memories.put([write_mapped(pair, rank, weights(8)) for rank, pair in enumerate(ranks)])
     signal.pause()
 
 
-def test_a_rank_that_was_killed_leaves_the_engine_its_version_and_gives_no_other() -> None:
+def test_a_trainer_that_was_killed_leaves_the_engine_its_version_and_gives_no_other() -> None:
     """The version lives on where it is used; the trainer's next life publishes an older one first."""
 
     async def main() -> None:
         queue, address, sink = _spawn.Queue(), free_address(), RecordingSink()
-        processes = [_spawn.Process(target=_one_rank, args=(queue, rank)) for rank in range(2)]
-        for process in processes:
-            process.start()
-        memories = [await asyncio.to_thread(queue.get, True, 60) for _ in processes]
+        process = _spawn.Process(target=_both_ranks, args=(queue,))
+        process.start()
+        memories = await asyncio.to_thread(queue.get, True, 120)
         async with receiving(address, sink) as receiver:
             with publisher(address) as sender:
                 await connected(sender, 1)
                 assert (await publish(sender, 8, memories)).engines == ["rollout-0"]
-                for process in processes:
-                    os.kill(process.pid, signal.SIGKILL)
-                    process.join(20)
+                os.kill(process.pid, signal.SIGKILL)
+                process.join(20)
                 assert equal(receiver.latest()[1], weights(8))
                 result = await publish(sender, 9, memories)
                 assert result.engines == [] and "of trainer rank" in result.quarantined["rollout-0"]
                 assert receiver.version == 8 and sink.version == 8
-            ranks = pairs()
+            ranks = two_pairs(weights(0))
             with publisher(address) as sender:
                 await connected(sender, 1)
-                older = [write(pair, rank, 5) for rank, pair in enumerate(ranks)]
+                older = [write_mapped(pair, rank, weights(5)) for rank, pair in enumerate(ranks)]
                 assert (await publish(sender, 5, older)).engines == ["rollout-0"]
             assert equal(sink.current, weights(5)) and equal(receiver.latest()[1], weights(5))
             for pair in ranks:
@@ -216,7 +201,7 @@ def test_the_machine_has_one_name() -> None:
 def test_a_comparison_that_takes_too_long_is_given_up(
     ranks: list[SegmentPair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memories = [write(pair, rank, 5) for rank, pair in enumerate(ranks)]
+    memories = [write_mapped(pair, rank, weights(5)) for rank, pair in enumerate(ranks)]
     goes_on = threading.Event()
     monkeypatch.setattr(mapped, "bucket_sum", lambda bucket: goes_on.wait(60) and 0)
 
