@@ -204,6 +204,15 @@ def weights(config: "Config") -> Iterator[Problem]:
         yield Problem("weights.node_directory", reason)
     elif not asked.startswith("/"):
         yield Problem("weights.node_directory", f"expected an absolute path, got {asked!r}")
+    if config.weight_transport == "embedded" and config.rollout.engine != "embedded":
+        reason = (
+            f"embedded shares memory with the embedded engine, and rollout.engine = {config.rollout.engine}; "
+            "use disk or distributed"
+        )
+        yield Problem("weights.transport", reason)
+    elif config.weight_transport == "embedded" and config.slurm is not None:
+        reason = "embedded needs trainer and engines on one machine, and in a Slurm job they are on nodes of their own"
+        yield Problem("weights.transport", f"{reason}; use distributed or disk")
     if config.weights.dtype == "fp8_block":
         yield from _fp8(config)
 

@@ -1,5 +1,7 @@
 """A receiver takes the shares of all ranks, several beside one another, and compares every bucket as it arrives.
 
+It asks again over the connections of the version before, where the ranks have not closed them.
+
 Invariants, asserted by the tests:
 - nothing is handed on before every bucket of every share is here and intact;
 - what went wrong is named with the rank, its address and the bucket;
@@ -11,20 +13,18 @@ import socket
 import threading
 import zlib
 from collections.abc import Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import suppress
 
 import msgspec
 import numpy as np
 from torch import Tensor
 
+from megasao.weights.intake import Intake, Link
 from megasao.weights.messages import AnnounceShares, Share
 from megasao.weights.nodes import NodeWeights
 from megasao.weights.serving import LENGTH, NONCE_BYTES, bound, proof, receive_into
-from megasao.weights.shared import BufferPool, ShareManifest, ShareTensors, bucket_sum, check_manifest
-
-LANES = 16
-"""Ranks that one receiver reads at once."""
+from megasao.weights.shared import ShareManifest, ShareTensors, bucket_sum, check_manifest
 
 MOST_MANIFEST_BYTES = 2**28
 
@@ -35,9 +35,9 @@ class SharesDownload:
     complete = True
     idle_s = 0.0
 
-    def __init__(self, announce: AnnounceShares, pool: BufferPool) -> None:
+    def __init__(self, announce: AnnounceShares, intake: Intake) -> None:
         self.epoch, self.version = announce.epoch, announce.version
-        self._announce, self._pool = announce, pool
+        self._announce, self._intake = announce, intake
         self._tensors: ShareTensors | None = None
         self.staged = False
 
@@ -48,7 +48,7 @@ class SharesDownload:
 
     async def verify(self, timeout_s: float) -> str | None:
         """Fetch and compare everything; what went wrong, or that it took too long."""
-        fetching = _Fetching(self._announce, self._pool, timeout_s)
+        fetching = _Fetching(self._announce, self._intake, timeout_s)
         try:
             await asyncio.wait_for(asyncio.to_thread(fetching.run), timeout_s)
             self._tensors = fetching.take()
@@ -88,8 +88,8 @@ def label(announce: AnnounceShares) -> str:
 class _Fetching:
     """One attempt. ``stop`` may be called from another thread."""
 
-    def __init__(self, announce: AnnounceShares, pool: BufferPool, timeout_s: float) -> None:
-        self._announce, self._pool, self._timeout_s = announce, pool, timeout_s
+    def __init__(self, announce: AnnounceShares, intake: Intake, timeout_s: float) -> None:
+        self._announce, self._intake, self._timeout_s = announce, intake, timeout_s
         self._open: set[socket.socket] = set()
         self._found: list[
             tuple[ShareManifest, np.ndarray]
@@ -100,15 +100,16 @@ class _Fetching:
     def run(self) -> None:
         """Fetch all shares. ValueError if one is damaged or cannot be had."""
         shares = self._announce.shares
-        with ThreadPoolExecutor(max(1, min(len(shares), LANES)), thread_name_prefix="weights") as lanes:
-            fetched = [lanes.submit(self._fetch, share) for share in shares]
-            done, left = wait(fetched, return_when=FIRST_EXCEPTION)
-            failures = [error for one in done if (error := one.exception()) is not None]
-            if failures:
-                self.stop()
-                for one in left:
-                    one.cancel()
-                raise failures[0]
+        self._intake.keep_only((share.host, share.port) for share in shares)
+        fetched = [self._intake.threads.submit(self._fetch, share) for share in shares]
+        done, left = wait(fetched, return_when=FIRST_EXCEPTION)
+        failures = [error for one in done if (error := one.exception()) is not None]
+        if failures:
+            self.stop()
+            for one in left:
+                one.cancel()
+            wait(left)
+            raise failures[0]
 
     def take(self) -> ShareTensors:
         """The whole, once. ValueError if the shares do not fit each other."""
@@ -124,32 +125,65 @@ class _Fetching:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def _fetch(self, share: Share) -> None:
+        try:
+            link, size = self._asked(share)
+            try:
+                self._found.append(self._read(link.connection, share, size))
+            except BaseException:
+                self._close(link.connection)
+                raise
+            with self._lock:
+                self._open.discard(link.connection)
+            self._intake.keep(link)
+        except (OSError, ValueError, msgspec.DecodeError) as error:
+            raise ValueError(
+                f"weights {self._announce.version} of trainer rank {share.rank} at {share.host}:{share.port}: {error}"
+            ) from error
+
+    def _asked(self, share: Share) -> tuple[Link, int]:
+        """A connection over which the share comes, and how long its manifest is."""
+        kept = self._intake.take((share.host, share.port))
+        if kept is not None:
+            self._enter(kept.connection)
+            try:
+                return kept, self._ask(kept)
+            except ConnectionError:  # nothing came: the rank has closed it since the version before
+                self._close(kept.connection)
         connection = socket.socket(socket.AF_INET6 if ":" in share.host else socket.AF_INET)
+        self._enter(connection)
+        try:
+            bound(connection, self._timeout_s)
+            connection.connect((share.host, share.port))
+            nonce = bytearray(NONCE_BYTES)
+            receive_into(connection, memoryview(nonce))
+            link = Link((share.host, share.port), connection, bytes(nonce))
+            return link, self._ask(link)
+        except BaseException:
+            self._close(connection)
+            raise
+
+    def _enter(self, connection: socket.socket) -> None:
+        """From now on ``stop`` ends it. ValueError if that was already called."""
         with self._lock:
             if self._stopped:
                 connection.close()
                 raise ValueError("given up")
             self._open.add(connection)
-        try:
-            bound(connection, self._timeout_s)
-            connection.connect((share.host, share.port))
-            self._found.append(self._read(connection, share))
-        except (OSError, ValueError, msgspec.DecodeError) as error:
-            raise ValueError(
-                f"weights {self._announce.version} of trainer rank {share.rank} at {share.host}:{share.port}: {error}"
-            ) from error
-        finally:
-            with self._lock:
-                self._open.discard(connection)
-                connection.close()
 
-    def _read(self, connection: socket.socket, share: Share) -> tuple[ShareManifest, np.ndarray]:
-        nonce, length = bytearray(NONCE_BYTES), bytearray(LENGTH.size)
-        receive_into(connection, memoryview(nonce))
-        asked = LENGTH.pack(self._announce.version)
-        connection.sendall(asked + proof(self._announce.secret, bytes(nonce), asked))
-        receive_into(connection, memoryview(length))
+    def _close(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(connection)
+            connection.close()
+
+    def _ask(self, link: Link) -> int:
+        """Ask for the version; how long its manifest is."""
+        asked, length = LENGTH.pack(self._announce.version), bytearray(LENGTH.size)
+        link.connection.sendall(asked + proof(self._announce.secret, link.nonce, asked))
+        receive_into(link.connection, memoryview(length))
         (size,) = LENGTH.unpack(length)
+        return int(size)
+
+    def _read(self, connection: socket.socket, share: Share, size: int) -> tuple[ShareManifest, np.ndarray]:
         if not 0 < size <= MOST_MANIFEST_BYTES:
             raise ValueError("it does not have this version any more" if not size else f"a manifest of {size} bytes")
         raw = bytearray(size)
@@ -161,7 +195,7 @@ class _Fetching:
         return manifest, self._buckets(connection, manifest)
 
     def _buckets(self, connection: socket.socket, manifest: ShareManifest) -> np.ndarray:
-        buffer = self._pool.take(manifest.total_bytes)
+        buffer = self._intake.memory.take(manifest.total_bytes)
         for index, expected in enumerate(manifest.sums):
             start = index * manifest.bucket_bytes
             bucket = buffer[start : start + manifest.bucket_bytes]

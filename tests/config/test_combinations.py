@@ -129,6 +129,12 @@ CASES = [
         "weights.node_directory",
         "has no reader",
     ),
+    (
+        ["weights.transport=embedded", "rollout.engine=sglang"],
+        ["weights.transport=embedded"],
+        "weights.transport",
+        "shares memory with the embedded engine",
+    ),
     (["weights.bucket_bytes=1"], ["weights.bucket_bytes=4096"], "weights.bucket_bytes", "4096"),
     (["parallel.tensor=3"], ["parallel.tensor=2"], "parallel", "not a multiple"),
     (["parallel.expert=3"], ["parallel.expert=2"], "parallel", "not a multiple"),

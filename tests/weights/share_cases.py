@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from megasao.megatron import runtime
 from megasao.megatron.bridge import export_hf
 from megasao.megatron.models import build_model
-from megasao.training.publishing import DistributedPublishing
+from megasao.training.publishing import DistributedPublishing, EmbeddedPublishing, Publishing
 from megasao.weights.publisher import WeightPublisher
 from tests.megatron.tiny import make_config
 
@@ -24,7 +24,9 @@ def one_life(payload: dict[str, Any]) -> Any:
     topology = runtime.set_layout(config.parallel, seed=1)
     model = build_model("actor", Path(payload["path"]), config)
     publisher = WeightPublisher(payload["address"], config=config.transport) if topology.rank == 0 else None
-    publishing = DistributedPublishing("127.0.0.1", config, topology, publisher)
+    publishing: Publishing = EmbeddedPublishing(config, topology, publisher)
+    if payload["transport"] == "distributed":
+        publishing = DistributedPublishing("127.0.0.1", config, topology, publisher)
     engines = []
     for version in (payload["version"], payload["version"] + 1):
         if publisher is not None:
