@@ -6,6 +6,8 @@ VENV := .venv
 SGLANG_VENV := .venv-sglang
 # So has OpenEnv, whose servers are only spoken to: 66 packages that nothing else here needs.
 OPENENV_VENV := .venv-openenv
+# And what tests of FP8 compare with, beside .venv: in it every process would import accelerate with transformers.
+QUANTIZERS := build/quantizers
 BIN := $(VENV)/bin
 # Where CUDA is absent a CPU build of torch is enough; pass e.g. TORCH="torch==2.13.0 --index-url ..." to choose one.
 TORCH ?= torch==2.13.0
@@ -14,7 +16,7 @@ SEED ?= 0
 RUN ?= laptop-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 DEMO_MODEL := build/laptop_model-$(SEED)
 
-.PHONY: setup setup-sglang setup-openenv sandbox slurm extras demo demo-reasoning demo-code test test-full lint clean
+.PHONY: setup setup-sglang setup-openenv setup-quantizers sandbox slurm extras demo demo-reasoning demo-code test test-full lint clean
 
 setup: $(VENV)/.ready
 
@@ -46,6 +48,13 @@ $(OPENENV_VENV)/.ready:
 	$(PYTHON) -m venv $(OPENENV_VENV)
 	$(OPENENV_VENV)/bin/python -m pip install --quiet fastapi==0.165.0 fastmcp==4.2.3 uvicorn==0.54.0
 	$(OPENENV_VENV)/bin/python -m pip install --quiet --no-deps openenv-core==0.3.0
+	touch $@
+
+setup-quantizers: $(QUANTIZERS)/.ready
+
+$(QUANTIZERS)/.ready: tools/quantizers.txt | setup
+	rm -rf $(QUANTIZERS)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(QUANTIZERS) -r tools/quantizers.txt
 	touch $@
 
 $(DEMO_MODEL)/config.json: | setup
@@ -97,12 +106,14 @@ extras: setup
 test: lint sandbox extras
 	-$(MAKE) setup-sglang
 	-$(MAKE) setup-openenv
+	-$(MAKE) setup-quantizers
 	$(BIN)/python -m pytest
 
 # With the tests marked `full`: every layout, and others that take long.
 test-full: lint sandbox extras
 	-$(MAKE) setup-sglang
 	-$(MAKE) setup-openenv
+	-$(MAKE) setup-quantizers
 	$(BIN)/python -m pytest -m ""
 
 clean:
