@@ -4,8 +4,8 @@ Invariants, asserted by the tests:
 - an episode's requests go to one server while that server is usable, so that its prefix cache is used again; episodes
   of a lost server spread over the others, and those of the others stay where they are;
 - a server that comes back, or is added, takes over episodes of one that holds far more than its share;
-- a request that loses its server goes on elsewhere from the tokens it has, with the versions they came from; with a
-  seed the tokens are those that the lost server would have given under the same weights;
+- a request that loses its server, or is ended there by somebody else, goes on from the tokens it has, elsewhere if need
+  be, with the versions they came from; with a seed the tokens are those that it would have had under the same weights;
 - a server is used only with the committed weights: one that missed an update, or was restarted, gets them first;
 - every wait is bounded: for an answer, for a usable server, for an update;
 - a request that has lost its server ``retries`` + 1 times fails, and it waits longer before each of its tries.
@@ -142,7 +142,7 @@ class Fleet(Engine):
                     self._lose(suspect, str(lost))
             else:
                 so_far = joined(so_far, result)
-                if result.finish_reason != "abort" or request.request_id in self._aborted or not replica.draining:
+                if result.finish_reason != "abort" or request.request_id in self._aborted:
                     return so_far
             losses.append(replica.url)
             self._continued += 1

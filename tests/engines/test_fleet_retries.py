@@ -19,12 +19,15 @@ TOKENS = [3, 4, 5, 6, 7, 8]
 
 
 class Cutting(Misbehaving):
-    """Cuts the first ``cuts`` streams, each after one more of ``TOKENS`` if ``gives``, or before any."""
+    """Cuts the first ``cuts`` streams, each after one more of ``TOKENS`` if ``gives``, or before any.
 
-    def __init__(self, cuts: int, *, gives: bool = False) -> None:
+    With ``aborts`` it says then that somebody has ended the request.
+    """
+
+    def __init__(self, cuts: int, *, gives: bool = False, aborts: bool = False) -> None:
         super().__init__()
         self.asked: list[int] = []
-        self._cuts, self._gives = cuts, gives
+        self._cuts, self._gives, self._aborts = cuts, gives, aborts
 
     async def _generate(self, request: Any) -> Any:
         known = len((await request.json())["input_ids"]) - 2
@@ -32,6 +35,8 @@ class Cutting(Misbehaving):
         rest = TOKENS[known:]
         if len(self.asked) <= self._cuts:
             self.pieces, self.then = [piece(rest[:1])] if self._gives else [], "drop"
+            if self._aborts:
+                self.pieces, self.then = [piece(rest[:1], finish="abort", spans=[(self.label, 0, 1)])], "end"
         else:
             self.pieces = [piece(rest, finish="length", spans=[(self.label, 0, len(rest))])]
             self.then = "end"
@@ -104,16 +109,17 @@ def test_a_request_fails_with_its_last_retry_and_waits_longer_each_time(
     assert pauses["request"] == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0][: max(0, retries - 1)]
 
 
+@pytest.mark.parametrize("aborts", [False, True])
 def test_losses_up_to_the_limit_cost_nothing_but_time(
-    checkpoint: Path, tmp_path: Path, pauses: dict[str, list[float]]
+    checkpoint: Path, tmp_path: Path, pauses: dict[str, list[float]], aborts: bool
 ) -> None:
     """Each time the request goes on from one token more; with one retry less it fails."""
-    server = Cutting(3, gives=True)
+    server = Cutting(3, gives=True, aborts=aborts)
     result = play(checkpoint, tmp_path / "three", [server], 3)
     assert (result.output_ids, result.weight_versions) == (TOKENS, [(0, 0)])
     assert server.asked == [0, 1, 2, 3] and pauses["request"] == [0.5, 1.0]
     with pytest.raises(EngineError, match="lost its server 3 times"):
-        play(checkpoint, tmp_path / "two", [Cutting(3, gives=True)], 2)
+        play(checkpoint, tmp_path / "two", [Cutting(3, gives=True, aborts=aborts)], 2)
 
 
 def test_another_server_goes_on_at_once(checkpoint: Path, tmp_path: Path, pauses: dict[str, list[float]]) -> None:

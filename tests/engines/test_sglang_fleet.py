@@ -310,6 +310,36 @@ def test_an_episode_outlives_its_server(world: World, how: str) -> None:
 
 
 @needs_sglang
+def test_an_episode_outlives_an_abort_that_its_worker_did_not_ask_for(world: World) -> None:
+    """Somebody ends all requests of the server; one that the worker gives up itself stays ended."""
+
+    async def body(fleet: Fleet) -> tuple[list[GenerateResult], GenerateResult]:
+        found = [await fleet.generate(make_request("whole"))]
+        while not fleet.stats()["continued_requests"]:  # on a busy machine a request may have ended before
+            running, server = await stopped_in_the_middle(fleet, world)
+            client = fleet._replicas[server.url].engine._client
+            assert client is not None
+            aborting = asyncio.create_task(client.call("/abort_request", {"rid": "", "abort_all": True}, 60.0))
+            await asyncio.sleep(0.1)
+            server.signal(signal.SIGCONT)
+            await aborting
+            found.append(await running)
+        while True:
+            given_up = make_request("given up")
+            running = asyncio.create_task(fleet.generate(given_up))
+            await until_generated(fleet, 5)
+            await fleet.abort(given_up.request_id)
+            if (result := await running).finish_reason == "abort":
+                return found, result
+
+    found, given_up = world.run(body)
+    for result in found:
+        assert (result.finish_reason, result.output_ids) == ("length", found[0].output_ids)
+        check(world.checkpoint, result)
+    assert given_up.output_ids == found[0].output_ids[: len(given_up.output_ids)] and len(given_up.output_ids) < LONG
+
+
+@needs_sglang
 def test_with_no_server_left_an_episode_fails_in_time(world: World) -> None:
     async def body(fleet: Fleet) -> None:
         fleet._patience_s = 0.5
