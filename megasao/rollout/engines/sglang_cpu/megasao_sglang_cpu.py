@@ -25,10 +25,17 @@ def register() -> None:
         add_deterministic_attention_backend_choices,
         add_radix_supported_deterministic_attention_backend_choices,
     )
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     add_deterministic_attention_backend_choices(["torch_native"])
     add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    if quantization := os.environ.get("MEGASAO_SGLANG_QUANTIZATION"):
+        change_server(quantization)
+
+
+def change_server(quantization: str) -> None:
+    """Where a server runs; whoever only asks about arguments does not need the imports that this brings."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     HookRegistry.register(
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", keep_torch_operators, HookType.REPLACE
     )
@@ -36,7 +43,8 @@ def register() -> None:
         "sglang.srt.mem_cache.pool_host.common.alloc_with_host_register", plain_memory, HookType.REPLACE
     )
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_processes, HookType.AFTER)
-    if os.environ.get("MEGASAO_SGLANG_QUANTIZATION") == "fp8":
+    HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", plain_indices, HookType.AFTER)
+    if quantization == "fp8":
         import megasao_sglang_fp8
 
         for target, replacement in megasao_sglang_fp8.hooks().items():
@@ -57,6 +65,12 @@ def fork_processes(*_: object, **__: object) -> None:
 
 def keep_torch_operators(*_: object, **__: object) -> None:
     """Instead of registering operators for an accelerator that is not there."""
+
+
+def plain_indices(found: Any, *_: object, **__: object) -> None:
+    """Of a class that sends keys and values to another server: it would pin its lists of pages for an accelerator."""
+    if getattr(found, "supports_host_tensor_indices", False):
+        found.supports_host_tensor_indices = False
 
 
 def plain_memory(dims: tuple[int, ...], dtype: Any, device: str, *_: object, **__: object) -> Any:
