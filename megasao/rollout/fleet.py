@@ -4,13 +4,15 @@ Invariants, asserted by the tests:
 - an episode's requests go to one server while that server is usable, so that its prefix cache is used again; episodes
   of a lost server spread over the others, and those of the others stay where they are;
 - a server that comes back, or is added, takes over episodes of one that holds far more than its share;
-- a request that loses its server goes on elsewhere from the tokens it has, with the versions they came from; with a
-  seed the tokens are those that the lost server would have given under the same weights;
+- a request that loses its server, or is ended there by somebody else, goes on from the tokens it has, elsewhere if need
+  be, with the versions they came from; with a seed the tokens are those that it would have had under the same weights;
 - a server is used only with the committed weights: one that missed an update, or was restarted, gets them first;
-- every wait is bounded: for an answer, for a usable server, for an update.
+- every wait is bounded: for an answer, for a usable server, for an update;
+- a request that has lost its server ``retries`` + 1 times fails, and it waits longer before each of its tries.
 """
 
 import asyncio
+import itertools
 import logging
 import math
 from collections.abc import Awaitable, Mapping, Sequence
@@ -34,6 +36,7 @@ FLIGHT = 1.5
 
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 10.0
+_DOUBLINGS = 16
 
 
 @dataclass
@@ -122,7 +125,9 @@ class Fleet(Engine):
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
         so_far = nothing(request)
         losses: list[str] = []
-        while len(losses) <= self._retries:
+        for attempt in range(self._retries + 1):
+            if attempt > 1 or (attempt and self._is_routed()):  # the first time another server goes on at once
+                await back_off(attempt - 1)
             replica = await self._place(request.session_id)
             if request.request_id in self._aborted:
                 return so_far
@@ -137,14 +142,12 @@ class Fleet(Engine):
                     self._lose(suspect, str(lost))
             else:
                 so_far = joined(so_far, result)
-                if result.finish_reason != "abort" or request.request_id in self._aborted or not replica.draining:
+                if result.finish_reason != "abort" or request.request_id in self._aborted:
                     return so_far
             losses.append(replica.url)
             self._continued += 1
             if reason := ended(request, so_far):
                 return replace(so_far, finish_reason=reason)
-            if replica.engine.router or len(losses) > 1:  # the first time another server goes on at once
-                await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (len(losses) - 1)))
         raise EngineError(f"request {request.request_id!r} lost its server {len(losses)} times: {', '.join(losses)}")
 
     async def _place(self, session_id: str) -> Replica:
@@ -173,6 +176,9 @@ class Fleet(Engine):
         usable = self._usable()
         share = sum(len(replica.sessions) for replica in usable) / len(usable)
         return len(placed.sessions) > math.ceil(FLIGHT * share)
+
+    def _is_routed(self) -> bool:
+        return any(replica.engine.router is not None for replica in self._replicas.values())
 
     def _usable(self) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.usable and not replica.draining]
@@ -213,15 +219,14 @@ class Fleet(Engine):
             replica.recovery = asyncio.create_task(self._recover(replica), name=f"recover {replica.url}")
 
     async def _recover(self, replica: Replica) -> None:
-        pause = _FIRST_PAUSE_S
-        while True:
+        for attempt in itertools.count():
             try:
                 await self._join(replica)
+                logger.info("%s is used again", replica.url)
                 return
             except EngineError as error:
                 logger.warning("%s is not back: %s", replica.url, error)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            await back_off(attempt)
 
     async def _join(self, replica: Replica) -> None:
         """Make a server that is up usable. EngineError if it is not up, or does not take the weights."""
@@ -321,6 +326,11 @@ class Fleet(Engine):
                 totals[name] = totals.get(name, 0.0) + value
         totals["busy_seconds"] = totals.get("busy_seconds", 0.0) / max(1, len(self._replicas))
         return {**totals, "lost_servers": float(self._lost), "continued_requests": float(self._continued)}
+
+
+async def back_off(attempt: int) -> None:
+    """Wait before a request, or a server, is tried again: twice as long as the last time, and never long."""
+    await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, _DOUBLINGS)))
 
 
 def preference(session_id: str, url: str) -> bytes:
