@@ -66,7 +66,7 @@ def test_background_evaluation(tmp_path: Path) -> None:
     quick = ("--seconds=1", "--turn=0.1", "--repeats=1")
     assert "beside evaluations / alone" in run("background_evaluation.py", *quick, "--json", str(report))
     found = json.loads(report.read_text())
-    assert found["evaluation_episodes"] > 0 and min(found["alone"] + found["beside evaluations"]) > 0
+    assert found["evaluation_turns"] > 0 and min(found["alone"] + found["beside evaluations"]) > 0
 
 
 def test_controller(tmp_path: Path) -> None:
