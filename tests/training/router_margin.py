@@ -1,6 +1,7 @@
 """Tokens on which two right implementations may differ: a router that can hardly decide which expert comes last, or an
 indexer of sparse attention which key does."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,10 @@ def router_margins(path: Path, tokens: list[int]) -> Tensor:
     log-probability depends on every layer at every earlier position of its sequence. So it is with the keys that an
     indexer chooses and rejects, by their scores.
     """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = _load(path)
     chosen = model.config.num_experts_per_tok
     gaps: list[Tensor] = []
+    hooks = []
 
     def gap(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
         scores = inputs[0].reshape(len(tokens), -1) @ module.weight.T  # type: ignore[operator]
@@ -32,14 +32,24 @@ def router_margins(path: Path, tokens: list[int]) -> Tensor:
 
     for layer in model.model.layers:
         if hasattr(layer.mlp, "gate"):  # some layers of some families are dense
-            layer.mlp.gate.register_forward_hook(gap)
+            hooks.append(layer.mlp.gate.register_forward_hook(gap))
         indexer = getattr(layer.self_attn, "indexer", None)
         if indexer is not None:
-            indexer.register_forward_hook(lambda module, inputs, _: gaps.append(_key_gaps(module, *inputs[:3])))
+            take = lambda module, inputs, _: gaps.append(_key_gaps(module, *inputs[:3]))  # noqa: E731
+            hooks.append(indexer.register_forward_hook(take))
     with torch.no_grad():
         model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
     so_far = torch.stack(gaps).min(dim=0).values.cummin(dim=0).values
     return torch.cat([torch.full((1,), torch.inf), so_far[:-1]])
+
+
+@lru_cache(maxsize=1)
+def _load(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def _key_gaps(indexer: Any, hidden: Tensor, query_latent: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

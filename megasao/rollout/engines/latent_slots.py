@@ -81,9 +81,7 @@ def use_latent_slots(model: torch.nn.Module, latent_epsilon: float) -> None:
                 norm.variance_epsilon = latent_epsilon
 
 
-def select(
-    indexer: Any, hidden: torch.Tensor, query_latent: torch.Tensor, angles: Angles, batch: StepBatch
-) -> Seen:
+def select(indexer: Any, hidden: torch.Tensor, query_latent: torch.Tensor, angles: Angles, batch: StepBatch) -> Seen:
     """Keep the indexer's keys of the new tokens; which of all earlier keys each of them sees.
 
     ``hidden`` [N, hidden] is the attention's input, ``query_latent`` [N, q_lora_rank] normalised.
