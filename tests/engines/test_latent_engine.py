@@ -10,9 +10,7 @@ import torch
 from engine_checkpoints import (
     VOCAB,
     Reference,
-    latent_config,
     load_tensors,
-    make_checkpoint,
     new_cache,
     perturb,
     save_tensors,

@@ -53,7 +53,7 @@ def _load(path: Path) -> Any:
 
 
 def _key_gaps(indexer: Any, hidden: Tensor, query_latent: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """[T]: between the last chosen and the first rejected of the keys up to each token; infinite where all are chosen."""
+    """[T]: between the last chosen and the first rejected key of each token's; infinite where all are chosen."""
     from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import apply_rotary_pos_emb_interleave
 
     length, width = hidden.shape[1], indexer.qk_rope_head_dim

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from megasao.config.rollout import EmbeddedEngineConfig
 from megasao.rollout.engines.embedded import EmbeddedEngine
 from tests.megatron.tiny import write_tiny_checkpoint
-from tests.megatron.tiny_families import write_tiny_family
+from tests.megatron.tiny_families import SHORT_LATENT, write_tiny_family
 from tests.training.engine_episodes import MAX_TOKENS, Differences, Episode, compare, play
 
 pytestmark = pytest.mark.world
@@ -91,10 +91,9 @@ TIE = 2e-6
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers with an indexer and two that share, one of four dense; GLM-5.2's epsilon in the norms of latents."""
-    shape = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "index_topk_freq": 2, "index_skip_topk_offset": 1}
+    """With GLM-5.2's epsilon in the norms of latents."""
     path = tmp_path_factory.mktemp("latent") / "model"
-    return write_tiny_family(path, "glm_moe_dsa", mtp=False, rms_norm_eps=1e-5, **shape)
+    return write_tiny_family(path, "glm_moe_dsa", mtp=False, rms_norm_eps=1e-5, **SHORT_LATENT)
 
 
 @pytest.fixture(scope="module")

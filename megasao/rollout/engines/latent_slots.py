@@ -1,9 +1,9 @@
 """Latent attention of the embedded engine: GLM-5's attention on what slots keep, and its indexer's selection.
 
 A token leaves its latent and its rotated key in the cache, one vector for all heads, and, in a layer with an indexer,
-the indexer's key. A query is brought into the latents' space instead of the latents into the heads': keys and values of
-heads never exist. Sparse attention and its sharing over layers: arXiv 2512.02556 and 2603.12201, as the trainer has them
-(``megasao/megatron/sparse_attention.py``).
+the indexer's key. A query is brought into the space of the latents, not the latents into those of the heads: keys and
+values of heads never exist. Sparse attention is that of arXiv 2512.02556, shared over layers as in 2603.12201;
+``megasao/megatron/sparse_attention.py`` is the trainer's.
 
 Invariants, asserted by the tests:
 - log-probabilities equal those of transformers and of the trainer below 1e-5, for rows shorter and longer than
