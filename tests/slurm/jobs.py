@@ -30,14 +30,15 @@ QUEUE_S = 15.0
 
 
 def write_model(directory: Path) -> Path:
-    """Experts, a shared one, biases, half-rotated heads; without multi-token prediction, which the engine has not."""
-    write_tiny_family(directory, "glm4_moe", mtp=False, num_nextn_predict_layers=0)
+    """GLM-5.2 with few numbers: latent attention on a quarter of an episode's keys, shared over layers; experts, dense
+    layers, and a layer of multi-token prediction, which is carried along."""
+    write_tiny_family(directory, "glm_moe_dsa", index_topk=MAX_TOKENS // 4)
     write_tokenizer(directory)
     return directory
 
 
 def write_sparse_model(directory: Path) -> Path:
-    """Latent attention that selects its keys, here all of an episode; experts as above."""
+    """The same without multi-token prediction, selecting all keys of an episode."""
     write_tiny_family(directory, "glm_moe_dsa", mtp=False, num_nextn_predict_layers=0, index_topk=MAX_TOKENS)
     write_tokenizer(directory)
     return directory
