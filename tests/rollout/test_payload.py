@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import pyarrow as pa
 import pytest
 import zmq
 from controller_peer import bench, heartbeat, lease
@@ -112,6 +113,15 @@ def test_a_host_without_the_payload_or_without_life_is_named(host: Host) -> None
         rank.fetch([entry("a", "tcp://127.0.0.1:1")], 1.0)
     with pytest.raises(TimeoutError, match="the controller"):
         rank.fetch([entry("a", "")], 0.2)
+    rank.close()
+
+
+def test_a_host_that_sends_what_are_no_rows_is_named(host: Host) -> None:
+    """Then every rank asks again; another error would leave the other ranks in their collective."""
+    host.service.journal.fetch = lambda _: pa.record_batch({"strange": [1]})  # type: ignore[method-assign]
+    rank = reader()
+    with pytest.raises(PayloadUnreachable, match=f"payload at {host.address}: .*trajectory schema version"):
+        rank.fetch([entry("a", host.address)], 1.0)
     rank.close()
 
 
