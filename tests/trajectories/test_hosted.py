@@ -76,7 +76,7 @@ def test_a_row_that_no_message_could_carry_is_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr("megasao.trajectories.hosted.ROW_BYTES", 10_000)
     journal = PayloadJournal(tmp_path)
     large = replace(rows("large")[0], routed_experts=bytes(10_000))
-    with pytest.raises(ValueError, match="row 1: .* more than 10000"):
+    with pytest.raises(ValueError, match=r"row 1: .* more than 10000"):
         journal.keep(to_batch([*rows("a"), large]))
     assert names(journal) == []
     journal.keep(to_batch(rows("a", "b")))
