@@ -164,7 +164,8 @@ class _SharePublishing(Publishing):
         failed = [rank for rank, (lost, *_) in enumerate(rows) if lost]
         if failed:
             reason = error or "its own message says why"
-            raise RuntimeError(f"rank {failed[0]} could not make a version: {reason}") from error
+            rank = failed[0] if error is None else self.topology.rank
+            raise RuntimeError(f"rank {rank} could not make a version: {reason}") from error
         if self.publisher is not None:
             self.publisher.publish_elsewhere(self._whole(version, [row for _, *row in rows]))
 
@@ -244,8 +245,9 @@ class EmbeddedPublishing(_SharePublishing):
     def _copy(self, version: int, share: RankShare) -> list[int]:
         if not self._has_room:
             lacking = room_for(gather_counts(share.total_bytes))
-            if any(gather_counts(lacking is not None)):
-                raise ValueError(lacking or "another rank sees too little memory")
+            lacks = gather_counts(lacking is not None)
+            if any(lacks):
+                raise ValueError(lacking or f"rank {lacks.index(1)} sees too little memory")
             self._has_room = True
         try:
             if self._memory is None:

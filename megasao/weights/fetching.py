@@ -12,7 +12,8 @@ import asyncio
 import socket
 import threading
 import zlib
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import suppress
 
@@ -27,6 +28,9 @@ from megasao.weights.serving import LENGTH, NONCE_BYTES, bound, proof, receive_i
 from megasao.weights.shared import ShareManifest, ShareTensors, bucket_sum, check_manifest
 
 MOST_MANIFEST_BYTES = 2**28
+
+SMALL_BYTES = 32 * 2**20
+"""Versions of so many bytes are read by one thread."""
 
 
 class SharesDownload:
@@ -101,7 +105,10 @@ class _Fetching:
         """Fetch all shares. ValueError if one is damaged or cannot be had."""
         shares = self._announce.shares
         self._intake.keep_only((share.host, share.port) for share in shares)
-        fetched = [self._intake.threads.submit(self._fetch, share) for share in shares]
+        if sum(share.total_bytes for share in shares) <= SMALL_BYTES:
+            self._run_in_turn(shares)
+            return
+        fetched = [self._intake.threads.submit(self._ask_and_fetch, share) for share in shares]
         done, left = wait(fetched, return_when=FIRST_EXCEPTION)
         failures = [error for one in done if (error := one.exception()) is not None]
         if failures:
@@ -110,6 +117,17 @@ class _Fetching:
                 one.cancel()
             wait(left)
             raise failures[0]
+
+    def _run_in_turn(self, shares: Sequence[Share]) -> None:
+        """Ask all ranks, then read what each sends: for a few megabytes threads take longer than they save."""
+        asked = deque((share, self._hurry(share)) for share in shares)
+        try:
+            while asked:
+                self._fetch(*asked.popleft())
+        finally:
+            for _, link in asked:
+                if link is not None:
+                    self._close(link.connection)
 
     def take(self) -> ShareTensors:
         """The whole, once. ValueError if the shares do not fit each other."""
@@ -124,9 +142,13 @@ class _Fetching:
                 with suppress(OSError):  # one that is not connected yet ends by its bound
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def _fetch(self, share: Share) -> None:
+    def _ask_and_fetch(self, share: Share) -> None:
+        self._fetch(share, self._hurry(share))
+
+    def _fetch(self, share: Share, asked: Link | None) -> None:
+        """Take a share; ``asked`` is a kept connection over which we have asked for it."""
         try:
-            link, size = self._asked(share)
+            link, size = self._answered(asked) or self._connected(share)
             try:
                 self._found.append(self._read(link.connection, share, size))
             except BaseException:
@@ -140,15 +162,33 @@ class _Fetching:
                 f"weights {self._announce.version} of trainer rank {share.rank} at {share.host}:{share.port}: {error}"
             ) from error
 
-    def _asked(self, share: Share) -> tuple[Link, int]:
-        """A connection over which the share comes, and how long its manifest is."""
+    def _hurry(self, share: Share) -> Link | None:
+        """Ask for a share over the connection of the version before; None if there is none any more."""
         kept = self._intake.take((share.host, share.port))
-        if kept is not None:
-            self._enter(kept.connection)
-            try:
-                return kept, self._ask(kept)
-            except ConnectionError:  # nothing came: the rank has closed it since the version before
-                self._close(kept.connection)
+        if kept is None:
+            return None
+        self._enter(kept.connection)
+        try:
+            self._ask(kept)
+        except ConnectionError:
+            self._close(kept.connection)
+            return None
+        return kept
+
+    def _answered(self, asked: Link | None) -> tuple[Link, int] | None:
+        """The connection, and how long the manifest on it is; None if the rank had closed it before we asked."""
+        if asked is None:
+            return None
+        try:
+            return asked, self._length(asked)
+        except BaseException as error:
+            self._close(asked.connection)
+            if isinstance(error, ConnectionError):
+                return None
+            raise
+
+    def _connected(self, share: Share) -> tuple[Link, int]:
+        """A new connection, over which the share comes, and how long its manifest is."""
         connection = socket.socket(socket.AF_INET6 if ":" in share.host else socket.AF_INET)
         self._enter(connection)
         try:
@@ -157,7 +197,8 @@ class _Fetching:
             nonce = bytearray(NONCE_BYTES)
             receive_into(connection, memoryview(nonce))
             link = Link((share.host, share.port), connection, bytes(nonce))
-            return link, self._ask(link)
+            self._ask(link)
+            return link, self._length(link)
         except BaseException:
             self._close(connection)
             raise
@@ -175,10 +216,12 @@ class _Fetching:
             self._open.discard(connection)
             connection.close()
 
-    def _ask(self, link: Link) -> int:
-        """Ask for the version; how long its manifest is."""
-        asked, length = LENGTH.pack(self._announce.version), bytearray(LENGTH.size)
+    def _ask(self, link: Link) -> None:
+        asked = LENGTH.pack(self._announce.version)
         link.connection.sendall(asked + proof(self._announce.secret, link.nonce, asked))
+
+    def _length(self, link: Link) -> int:
+        length = bytearray(LENGTH.size)
         receive_into(link.connection, memoryview(length))
         (size,) = LENGTH.unpack(length)
         return int(size)

@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import threading
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megasao.weights.messages import AnnounceMapped, Mapped
-from megasao.weights.shared import ShareManifest, ShareTensors, bucket_sum, check_manifest
+from megasao.weights.shared import Lease, ShareManifest, ShareTensors, bucket_sum, check_manifest
 
 _NAME = "megasao-weights"
 _PIECES = 2
@@ -139,13 +140,81 @@ def room_for(share_bytes: Sequence[int]) -> str | None:
 # the receiver's side
 
 
+class Mappings:
+    """What a receiver has mapped, for the versions to come: touching pages anew takes longer than reading them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], np.ndarray] = {}
+        self._used: list[set[tuple[int, int]]] = []
+
+    def open(self, memory: Mapped) -> tuple[ShareManifest, np.ndarray]:
+        """A rank's manifest and its share, uint8 [total_bytes], which nobody writes as long as there is a view of it.
+
+        ValueError or OSError if the version is not there.
+        """
+        path = Path(f"/proc/{memory.pid}/fd/{memory.fd}")
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+            raise ValueError(f"{path} is not memory of weights; is that process of another run?")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            manifest = _manifest(fd, memory)
+            mapped = self._map(path, fd, memory.total_bytes)
+        except BaseException as error:
+            os.close(fd)
+            if isinstance(error, BlockingIOError):
+                raise ValueError("it does not have this version any more") from None
+            raise
+        lease = Lease(mapped)
+        weakref.finalize(lease, _let_go, fd, mapped)
+        return manifest, np.asarray(lease)
+
+    def _map(self, path: Path, locked: int, nbytes: int) -> np.ndarray:
+        """As it was mapped for an earlier version, or anew, by a descriptor of its own, so that it holds no lock."""
+        place = os.fstat(locked).st_dev, os.fstat(locked).st_ino
+        if place not in self._kept:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                # Private: what is written into it by mistake stays in this process.
+                mapped = mmap.mmap(fd, max(nbytes, 1), access=mmap.ACCESS_COPY)
+            finally:
+                os.close(fd)
+            self._kept[place] = np.frombuffer(mapped, dtype=np.uint8)
+        self._used[-1].add(place)
+        return self._kept[place][:nbytes]
+
+    def begin(self) -> None:
+        """A version comes: let go of what neither it nor the one before needs."""
+        needed = set().union(*self._used[-1:])
+        self._kept = {place: mapped for place, mapped in self._kept.items() if place in needed}
+        self._used = [needed, set()]
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._kept, self._used = {}, []
+
+
+def _manifest(fd: int, memory: Mapped) -> ShareManifest:
+    raw = os.pread(fd, memory.manifest_bytes, memory.total_bytes)
+    if zlib.crc32(raw) != memory.manifest_crc32:
+        raise ValueError("its manifest is not the announced one: its CRC-32 is another")
+    manifest = msgspec.msgpack.decode(raw, type=ShareManifest)
+    check_manifest(manifest, memory.total_bytes)
+    return manifest
+
+
+def _let_go(fd: int, mapped: np.ndarray) -> None:
+    """The lock goes; ``mapped`` had to be there until now."""
+    os.close(fd)
+
+
 class MappedDownload:
     """The announced version in the memory of the trainer's ranks, of which nothing is copied."""
 
     complete = True
     idle_s = 0.0
 
-    def __init__(self, announce: AnnounceMapped, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, announce: AnnounceMapped, mappings: Mappings, threads: ThreadPoolExecutor) -> None:
         """ValueError if it lies on another machine."""
         if announce.machine != this_machine():
             raise ValueError(
@@ -153,7 +222,7 @@ class MappedDownload:
                 "trainer and engines are on one: use distributed"
             )
         self.epoch, self.version = announce.epoch, announce.version
-        self._announce, self._threads = announce, threads
+        self._announce, self._mappings, self._threads = announce, mappings, threads
         self._tensors: ShareTensors | None = None
         self.staged = False
 
@@ -168,18 +237,21 @@ class MappedDownload:
         try:
             self._tensors = await asyncio.wait_for(asyncio.to_thread(self._map, stopped), timeout_s)
         except TimeoutError:
-            return f"comparing the checksums of weights {self.version} took more than {timeout_s:g} s"
+            problem = f"comparing the checksums of weights {self.version} took more than {timeout_s:g} s"
         except (ValueError, OSError) as error:
-            return str(error)
-        finally:
-            stopped.set()
-        return None
+            problem = str(error)
+        else:
+            return None
+        stopped.set()
+        self._mappings.clear()  # the next attempt begins with what is there
+        return problem
 
     def _map(self, stopped: threading.Event) -> ShareTensors:
+        self._mappings.begin()
         found, buckets = [], []
         for memory in self._announce.memories:
             try:
-                manifest, data = _open(memory)
+                manifest, data = self._mappings.open(memory)
             except (OSError, ValueError, msgspec.DecodeError) as error:
                 raise ValueError(
                     f"weights {self.version} of trainer rank {memory.rank}, process {memory.pid}: {error}"
@@ -200,26 +272,3 @@ class MappedDownload:
         for _ in self._threads.map(check, buckets):
             pass
         return ShareTensors(found)
-
-
-def _open(memory: Mapped) -> tuple[ShareManifest, np.ndarray]:
-    """A rank's memory and what is in it. The lock is held as long as there is a view of it: by the mapping's own copy
-    of the descriptor."""
-    path = Path(f"/proc/{memory.pid}/fd/{memory.fd}")
-    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-        raise ValueError(f"{path} is not memory of weights; is that process of another run?")
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        raw = os.pread(fd, memory.manifest_bytes, memory.total_bytes)
-        if zlib.crc32(raw) != memory.manifest_crc32:
-            raise ValueError("its manifest is not the announced one: its CRC-32 is another")
-        manifest = msgspec.msgpack.decode(raw, type=ShareManifest)
-        check_manifest(manifest, memory.total_bytes)
-        # Private: what is written into it by mistake stays in this process.
-        mapped = mmap.mmap(fd, max(memory.total_bytes, 1), access=mmap.ACCESS_COPY)
-    except BlockingIOError:
-        raise ValueError("it does not have this version any more") from None
-    finally:
-        os.close(fd)
-    return manifest, np.frombuffer(mapped, dtype=np.uint8)[: memory.total_bytes]

@@ -27,7 +27,7 @@ from megasao.transport.keys import CurveKeys
 from megasao.weights.download import DirectoryDownload, Download
 from megasao.weights.fetching import NodesDownload, SharesDownload
 from megasao.weights.intake import Intake
-from megasao.weights.mapped import MappedDownload
+from megasao.weights.mapped import MappedDownload, Mappings
 from megasao.weights.messages import (
     Announce,
     AnnounceDirectory,
@@ -97,7 +97,7 @@ class WeightReceiver:
         self._version: int | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._download: AnyDownload | None = None
-        self._intake = Intake()
+        self._intake, self._mappings = Intake(), Mappings()
         self._pauses = _Pauses(self._heartbeat_s)
         self._changed = asyncio.Condition()
         self._heard_at: float | None = None
@@ -245,7 +245,7 @@ class WeightReceiver:
         if isinstance(announce, AnnounceDirectory):
             return DirectoryDownload(announce)
         if isinstance(announce, AnnounceMapped):
-            return MappedDownload(announce, self._intake.threads)
+            return MappedDownload(announce, self._mappings, self._intake.threads)
         return NodesDownload(announce) if self._on_nodes else SharesDownload(announce, self._intake)
 
     async def _on_bucket(self, download: Download, bucket: Bucket, payload: bytes) -> None:

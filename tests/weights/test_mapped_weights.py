@@ -17,7 +17,7 @@ from weight_world import RecordingSink, connected, equal, free_address, publishe
 
 from megasao.weights import mapped
 from megasao.weights.intake import Intake
-from megasao.weights.mapped import MappedDownload, MappedWeights, Segment, SegmentPair, room_for, this_machine
+from megasao.weights.mapped import MappedDownload, MappedWeights, Mappings, Segment, SegmentPair, room_for, this_machine
 from megasao.weights.messages import AnnounceMapped, Mapped
 from megasao.weights.publisher import WeightPublisher
 
@@ -28,10 +28,10 @@ def announced(memories: list[Mapped], version: int = 1) -> AnnounceMapped:
     return MappedWeights(version, memories).announcement("epoch")
 
 
-def taken(announce: AnnounceMapped, timeout_s: float = 20.0) -> tuple[MappedDownload, str | None]:
+def taken(announce: AnnounceMapped, mappings: Mappings | None = None) -> tuple[MappedDownload, str | None]:
     intake = Intake()
-    one = MappedDownload(announce, intake.threads)
-    found = asyncio.run(one.verify(timeout_s))
+    one = MappedDownload(announce, mappings or Mappings(), intake.threads)
+    found = asyncio.run(one.verify(60.0))
     intake.close()
     return one, found
 
@@ -73,6 +73,38 @@ def test_what_a_receiver_has_is_not_written_and_its_memory_is_used_again_later(r
     assert [memory.fd for memory in fifth] == [memory.fd for memory in third], "nobody has a tensor of it any more"
     assert equal(taken(announced(fourth))[0].tensors(), weights(4))
     assert equal(taken(announced(fifth))[0].tensors(), weights(5))
+
+
+def test_mappings_are_kept_for_two_versions_and_never_of_what_was_damaged(ranks: list[SegmentPair]) -> None:
+    mappings = Mappings()
+
+    def publish(seed: int) -> list[Mapped]:
+        return [write_mapped(pair, rank, weights(seed)) for rank, pair in enumerate(ranks)]
+
+    def places(memories: list[Mapped], seed: int) -> set[int]:
+        one, problem = taken(announced(memories), mappings)
+        assert problem is None and equal(one.tensors(), weights(seed))
+        return {flat.data_ptr() for found in one.tensors()._pieces.values() for _, flat in found}
+
+    first, second, third = (places(publish(seed), seed) for seed in (1, 2, 3))
+    assert first == third and first.isdisjoint(second)
+    held, _ = taken(announced(publish(4)), mappings)
+    for found in held.tensors()._pieces.values():
+        for piece, flat in found:
+            piece.view(flat).fill_(0)  # in this process alone
+    del held, found, flat, piece
+    gc.collect()
+    publish(5)
+    sixth = publish(6)
+    assert "is damaged" in taken(announced(sixth), mappings)[1]
+    places(sixth, 6)
+    others = two_pairs(weights(0))
+    for seed in (7, 8):
+        places([write_mapped(pair, rank, weights(seed)) for rank, pair in enumerate(others)], seed)
+    theirs = {os.fstat(segment.fd).st_ino for pair in others for segment in pair._segments}
+    assert {inode for _, inode in mappings._kept} == theirs, "of the new ranks alone"
+    for pair in others:
+        pair.close()
 
 
 def test_a_receiver_cannot_change_what_others_read(ranks: list[SegmentPair]) -> None:
@@ -207,7 +239,9 @@ def test_a_comparison_that_takes_too_long_is_given_up(
 
     async def main() -> None:
         intake = Intake()
-        assert "took more than 0.1 s" in await MappedDownload(announced(memories), intake.threads).verify(0.1)
+        assert "took more than 0.1 s" in await MappedDownload(announced(memories), Mappings(), intake.threads).verify(
+            0.1
+        )
         goes_on.set()
         intake.close()
 
