@@ -168,8 +168,9 @@ def test_what_is_kept_of_a_token(checkpoint: Path, rows: list[list[int]]) -> Non
     """Latents and rotated keys, once for all heads; the indexer's keys where there is one."""
     model = open_model(checkpoint)
     run(model, rows, (5,))
-    assert model.cache.token_bytes == 4 * (8 * (24 + 8) + 4 * 16)
-    assert model.cache.token_bytes < 4 * 8 * 4 * (16 + 8 + 12) / 3, "keys and values of heads"
+    kept = sum(each[0, 0].numel() for each in model.cache._kept.values())
+    assert kept == 8 * (24 + 8) + 4 * 16
+    assert kept < 8 * 4 * (16 + 8 + 12) / 3, "keys and values of heads"
 
 
 def test_the_norms_of_latents_have_the_configs_epsilon(tmp_path: Path) -> None:
