@@ -16,6 +16,8 @@ from engine_checkpoints import (
     save_tensors,
 )
 
+from megasao.config.architecture import read_hf_config
+from megasao.families.names import published_names
 from megasao.rollout.engines import latent_slots
 from megasao.rollout.engines.embedded_model import EmbeddedModel
 from megasao.rollout.engines.slot_attention import StepRow
@@ -166,8 +168,9 @@ def test_what_is_kept_of_a_token(checkpoint: Path, rows: list[list[int]]) -> Non
     """Latents and rotated keys, once for all heads; the indexer's keys where there is one."""
     model = open_model(checkpoint)
     run(model, rows, (5,))
-    assert model.cache.token_bytes == 4 * (8 * (24 + 8) + 4 * 16)
-    assert model.cache.token_bytes < 4 * 8 * 4 * (16 + 8 + 12) / 3, "keys and values of heads"
+    kept = sum(each[0, 0].numel() for each in model.cache._kept.values())
+    assert kept == 8 * (24 + 8) + 4 * 16
+    assert kept < 8 * 4 * (16 + 8 + 12) / 3, "keys and values of heads"
 
 
 def test_the_norms_of_latents_have_the_configs_epsilon(tmp_path: Path) -> None:
@@ -191,6 +194,7 @@ def test_layers_of_multi_token_prediction_are_left_out(family: str, tmp_path: Pa
     assert names and load_tensors(without).keys() < load_tensors(whole).keys()
     model, other = open_model(whole), open_model(without)
     assert model.layout.shapes == other.layout.shapes
+    assert model.layout.shapes.keys() == published_names(read_hf_config(whole), "actor", fp8=False)
     assert all(torch.equal(tensor, other.layout.live[name]) for name, tensor in model.layout.live.items())
     odd: dict[str, Any] = {**load_tensors(without), "model.layers.99.enorm.weight": torch.zeros(64)}
     with pytest.raises(ValueError, match=r"model\.layers\.99\.enorm"):

@@ -46,11 +46,6 @@ class SlotCache:
         kept.view(-1, *new.shape[1:]).index_copy_(0, places, new)
         return kept
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes that are kept of one token, over the layers that have run."""
-        return sum(kept[0, 0].nbytes for kept in self._kept.values())
-
     @torch.inference_mode()
     def clear(self, slot: int) -> None:
         """Zero a slot. Needed after non-finite values only: weight 0 times NaN would leak out of a masked position."""
