@@ -93,7 +93,7 @@ lint: setup slurm
 	$(BIN)/ruff check setup.py csrc megasao tests tools benchmarks
 	$(BIN)/ruff format --check setup.py csrc megasao tests tools benchmarks
 	$(BIN)/mypy
-	@if command -v shellcheck >/dev/null; then shellcheck -x slurm/*.sh tools/*.sh; \
+	@if command -v shellcheck >/dev/null; then shellcheck -x slurm/*.sh tools/*.sh .ci/run .ci/missing; \
 	else echo 'shellcheck is not installed: shell scripts were not checked'; fi
 
 # Untrusted code runs in bubblewrap, or in containers. Where they are missing and cannot be installed, their tests are
@@ -124,7 +124,7 @@ build/chat_templates/.ready: tools/chat_templates.py | setup
 	rm build/chat_templates/xinference-*.whl
 	touch $@
 
-# Where SGLang cannot be installed its tests are skipped, and say so; continuous integration (.ci/run) insists on it.
+# What cannot be installed has its tests skipped, and says so; continuous integration (.ci/run) insists on .ci/needed.
 test: lint sandbox extras
 	-$(MAKE) setup-sglang
 	-$(MAKE) setup-openenv

@@ -35,6 +35,11 @@ from megasao.transport.messages import (
 PATIENCE_S = 120.0
 """No wait of a test depends on speed: this is only where a broken one ends."""
 
+A, B = b"a", b"b"
+"""Peers: two workers."""
+ONE: dict[str, dict[str, int]] = {"rollout": {"concurrency": 1}}
+"""One lease at a time."""
+
 
 class TinyEnvironment(Environment):
     """Prompts with names; nobody plays them."""
@@ -72,6 +77,16 @@ def make_config(**sections) -> Config:
 def make_state(config: Config, **changes) -> ControllerState:
     fields = {"records": [], "journaled": [], "finished_evaluations": set(), "now": 0.0}
     return ControllerState(config, TinyEnvironment(), **{**fields, **changes})
+
+
+def ready(config=None, *, free: int = 16, peers=(A,), **changes):
+    """A state whose trainer has asked for its first batch, and whose workers have room."""
+    state = make_state(config or make_config(), **changes)
+    for peer in peers:
+        state.hello(peer, peer.decode(), [], 0.0)
+        state.credit(peer, free, 0, 0.0, free)
+    state.request_batch(state.batches.next_step, 0, 0.0)
+    return state
 
 
 def trajectory(lease: Lease, version: int = 0, newest: int | None = None, **changes) -> Trajectory:
@@ -120,6 +135,11 @@ def result_of(lease: Lease, seq: int, reward: float = 1.0, version: int = 0) -> 
     return EvaluationResult(
         seq, lease.lease_id, lease.evaluation_id, lease.prompt_id, reward, 2, 3, False, version, version, lease.task
     )
+
+
+def run_evaluation(state, leases, reward):
+    for number, lease in enumerate(leases):
+        assert state.evaluated(result_of(lease, number, reward(lease), version=3)) is None
 
 
 def free_address() -> str:

@@ -17,7 +17,7 @@ def run(script: str, *arguments: str) -> str:
         [sys.executable, str(ROOT / "benchmarks" / script), *arguments],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr

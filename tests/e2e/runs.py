@@ -19,7 +19,7 @@ from megasao.trajectories.journal import Journal
 from megasao.trajectories.ledger import Batch, Dropped, HostedAt, Ledger, Record
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 
 
 def write_model(directory: Path) -> Path:

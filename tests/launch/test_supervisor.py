@@ -379,7 +379,7 @@ def test_the_kernel_alone_kills_a_role_whose_launcher_died(tmp_path: Path) -> No
 def test_a_role_does_not_start_under_another_parent_than_its_launcher() -> None:
     child = Path(process_module.__file__).with_name("child.py")
     result = subprocess.run(
-        [sys.executable, "-I", "-S", str(child), "1", "echo", "started"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-I", "-S", str(child), "1", "echo", "started"], capture_output=True, text=True, timeout=400
     )
     assert result.returncode == 1
     assert "launcher died" in result.stderr

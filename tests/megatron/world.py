@@ -26,8 +26,8 @@ import psutil
 from megasao.launch.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 120.0
-COLLECTIVE_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
+COLLECTIVE_TIMEOUT_S = 300.0
 AFTER_FAILURE_S = 3.0
 MOST_THREADS = 400
 """A world whose ranks have more is not used again: gloo threads of models that something still holds poll for ever."""
@@ -37,7 +37,7 @@ class WorldFailure(AssertionError):
     """A rank raised, died or did not answer."""
 
 
-def run_world(size: int, function: str, payload: Any = None, *, timeout_s: float = 120.0) -> list[Any]:
+def run_world(size: int, function: str, payload: Any = None, *, timeout_s: float = 400.0) -> list[Any]:
     """Run ``module:function`` on every rank of a world of ``size`` processes; results by rank."""
     world = _worlds.get(size)
     if world is None or not world.alive():
