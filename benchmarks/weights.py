@@ -228,40 +228,78 @@ async def pauses(directory: Path, sglang: Path | None, repeats: int) -> dict[str
     finally:
         await embedded.close()
     if sglang is not None:
-        found["sglang"] = await _sglang_pause(directory, sglang, repeats)
+        found |= await _sglang_pauses(directory, sglang, repeats)
     return found
 
 
-async def _sglang_pause(directory: Path, python: Path, repeats: int) -> float:
+async def _sglang_pauses(directory: Path, python: Path, repeats: int) -> dict[str, float]:
+    """Of a server that loads a published directory, and one that its node has from the ranks' memory."""
     from megasao.config.rundir import RunDirectory
     from megasao.launch.ports import free_ports
     from megasao.rollout import server
     from megasao.rollout.engines.sglang import SGLangEngine
+    from megasao.weights.nodes import NodeWeights, ServerNodes
 
     config = make_config(directory, engine="sglang", sglang={"python": str(python)})
-    run, (port,) = RunDirectory(directory / "run"), free_ports(1)
-    run.engine("engine").mkdir(parents=True, exist_ok=True)
+    run, (port,), name = RunDirectory(directory / "run"), free_ports(1), "engine-0-0"
+    run.engine(name).mkdir(parents=True, exist_ok=True)
     url = f"http://127.0.0.1:{port}"
-    process = server.start(run, config, "engine", url)
-    options = {"max_total_tokens": 64, "seed": 0, "start_timeout_s": 240.0, "update_timeout_s": 120.0}
-    engine = SGLangEngine(url, directory / "hf", config.rollout.sglang, staging=run.staging("engine"), **options)
-    starting = asyncio.create_task(engine.start())
+    process = server.start(run, config, server.Part(name, url, {}))
+    found = {}
     try:
-        while not starting.done():
-            if process.poll() is not None:
-                raise SystemExit(f"the SGLang server ended with code {process.returncode}; its last lines are above")
-            await asyncio.sleep(0.2)
-        starting.result()
-        return await _commit(engine, directory, repeats)
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+            nodes = ServerNodes(Path(memory) / "node", [directory / "node.json"])
+            await _write_on_node(directory, nodes)
+            for kind, weights, at in (("disk", None, None), ("distributed", NodeWeights(_LABEL), nodes)):
+                engine = SGLangEngine(
+                    url,
+                    directory / "hf",
+                    config.rollout.sglang,
+                    staging=run.staging(kind),
+                    max_total_tokens=64,
+                    seed=0,
+                    start_timeout_s=240.0,
+                    update_timeout_s=120.0,
+                    nodes=at,
+                )
+                starting = asyncio.create_task(engine.start())
+                try:
+                    while not starting.done():
+                        if process.poll() is not None:
+                            raise SystemExit(f"the SGLang server ended with {process.returncode}; see above")
+                        await asyncio.sleep(0.2)
+                    starting.result()
+                    found[f"sglang, {kind}"] = await _commit(engine, directory, repeats, weights)
+                finally:
+                    starting.cancel()
+                    await engine.close()
     finally:
-        starting.cancel()
-        await engine.close()
         process.kill()
         process.wait()
+    return found
 
 
-async def _commit(engine: Any, directory: Path, repeats: int) -> float:
-    """The median of some updates from the last published directory."""
+_LABEL = "1.benchmark"
+
+
+async def _write_on_node(directory: Path, nodes: Any) -> None:
+    """The published version, as a server's node writes what it has from the ranks."""
+    import numpy as np
+
+    from megasao.rollout.engines.sglang_weights import read_layout
+    from megasao.weights.flat import pack
+    from megasao.weights.nodes import NodeDirectory
+    from megasao.weights.shared import Piece, ShareManifest, ShareTensors
+
+    flat = pack(1, dict(_published(directory)), BUCKET)
+    pieces = [Piece(spec.name, spec.dtype, spec.shape, 0, 0, spec.shape, spec.offset) for spec in flat.specs]
+    share = ShareTensors([(ShareManifest(pieces, flat.total_bytes, BUCKET, []), np.asarray(flat.buffer))], _LABEL)
+    node = NodeDirectory(nodes.directory, nodes.markers[0], read_layout(directory / "hf"), file_bytes=2**31)
+    await node.prepare_weights(1, share)
+
+
+def _published(directory: Path) -> Any:
+    """The last version on disk."""
     import threading
 
     from megasao.storage.writer import checksum
@@ -270,6 +308,12 @@ async def _commit(engine: Any, directory: Path, repeats: int) -> float:
     path = max((directory / "published").iterdir())
     weights = WeightDirectory(path, checksum(path / MANIFEST))
     weights.verify(threading.Event())
+    return weights
+
+
+async def _commit(engine: Any, directory: Path, repeats: int, weights: Any = None) -> float:
+    """The median of some updates, from the last published directory where no ``weights`` are given."""
+    weights = _published(directory) if weights is None else weights
     seconds = []
     for version in range(1, repeats + 1):
         await engine.prepare_weights(version, weights)
