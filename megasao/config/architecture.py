@@ -15,7 +15,7 @@ def read_hf_config(path: Path) -> dict[str, Any]:
     """
     file = path / "config.json"
     if not file.is_file():
-        raise ValueError(f"{path} is not a Hugging Face checkpoint: it has no config.json")
+        raise ValueError(f"{path} is not a Hugging Face checkpoint: it has no config.json; give the directory that has")
     return read_architecture(file)
 
 

@@ -25,7 +25,7 @@ app = typer.Typer(help="Convert, quantise and compare checkpoints, with little m
 HfDir = Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint directory.")]
 OutDir = Annotated[Path, typer.Argument(metavar="OUT_DIR", help="Directory to make; it must not exist.")]
 Parallel = Annotated[int, typer.Option(min=1, help="Files that are made at the same time.")]
-ShardGb = Annotated[float, typer.Option(min=0.000001, help="Most GB of one file.")]
+ShardGb = Annotated[float, typer.Option(min=0.000001, max=1e6, help="Most GB of one file.")]
 
 
 class Fp8Format(StrEnum):

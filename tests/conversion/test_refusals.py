@@ -38,6 +38,11 @@ def change_config(path: Path, **changes: Any) -> None:
     (path / "config.json").write_text(json.dumps(config | changes))
 
 
+def change_manifest(path: Path, **changes: Any) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | changes))
+
+
 def change_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], None], *, index: bool = True) -> None:
     """Change the tensors of the first file, and the index with them."""
     file = first_file(path)
@@ -230,6 +235,12 @@ def test_wrong_training_checkpoints(sharded: Path, tmp_path: Path, capsys: pytes
         (lambda path: (path / "part-00001.sum.json").unlink(), "part-00001.sum.json is missing"),
         (lambda path: (path / "manifest.json").unlink(), "is not a training checkpoint"),
         (lambda path: (path / "manifest.json").write_text('{"format": "other"}'), "format 'other' is not supported"),
+        (lambda path: (path / "manifest.json").write_text(""), "manifest.json cannot be read"),
+        (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json is not a JSON object"),
+        (lambda path: change_manifest(path, parts=[]), "parts = []; expected role and files"),
+        (lambda path: change_manifest(path, role="x"), "has role = 'x'"),
+        (lambda path: change_manifest(path, parts=["part-00000.safetensors"]), "tensor(s), first "),
+        (lambda path: (path / "hf" / "config.json").write_text(""), "config.json is not valid JSON"),
         (lambda path: shutil.rmtree(path / "hf"), "say with --model"),
     ]
     for number, (spoil, message) in enumerate(cases):
