@@ -3,7 +3,7 @@
 Every version of the weights has a label of its own at the server, and every answer says which labels its tokens came
 from. Invariants, asserted by the tests beside those of ``base.py``:
 - an answer from weights that were not current while its request ran (those of a server that was restarted, say) is an
-  error and no sample;
+  error and no sample; where another server computes the prompts, so is one whose server has other weights afterwards;
 - after an update that failed, whose weights may be mixed, nothing is sampled until one succeeds;
 - a request that is lost with its server keeps the tokens whose version is certain (``RequestLost``), unless it asks for
   their experts, which are lost;
@@ -105,6 +105,11 @@ class SGLangEngine(Engine):
         return self._version
 
     @property
+    def is_split(self) -> bool:
+        """Whether one server computes prompts and another one decodes, behind a router."""
+        return self._config.prefill_servers > 0
+
+    @property
     def label(self) -> str | None:
         """What the server calls its weights; None before it was asked."""
         return self._labels[self._current] if self._labels else None
@@ -127,6 +132,12 @@ class SGLangEngine(Engine):
         self._labels, self._current, self._version = [label], 0, version_of_label(label)
         self._refuses = "it has no weights yet" if self._fp8 and "." not in label else None
         self._keys.clear()
+
+    async def check_label(self) -> None:
+        """ServerUnreachable if the server does not have the weights that it is thought to have."""
+        info = await self._connected().call("/model_info", None, CALL_TIMEOUT_S)
+        if str(info["weight_version"]) != self.label:
+            raise ServerUnreachable(f"{self.url} has weights {info['weight_version']!r}, not {self.label!r}")
 
     # requests
 
@@ -182,6 +193,8 @@ class SGLangEngine(Engine):
         running.reading = asyncio.ensure_future(self._read(client, running))
         try:
             await running.reading
+            if self.is_split:
+                await asyncio.gather(*(engine.check_label() for engine in self.siblings()))
             return running.result(self.url), running.is_cut
         except asyncio.CancelledError:
             task = asyncio.current_task()
