@@ -140,8 +140,11 @@ class Fleet(Engine):
                 if self._closed:
                     raise
                 so_far = joined(so_far, lost.partial)
+                if request.request_id in self._aborted:
+                    return so_far
                 # Behind a router it may have been any of them: each is used again once it is seen to be right.
-                for suspect in list(self._replicas.values()) if replica.engine.router else [replica]:
+                suspects = list(self._replicas.values()) if replica.engine.router else [replica]
+                for suspect in suspects if request.request_id not in self._cut else []:
                     self._lose(suspect, str(lost))
             else:
                 so_far = joined(so_far, result)

@@ -195,7 +195,7 @@ class SGLangEngine(Engine):
             await running.reading
             if self.is_split:
                 await asyncio.gather(*(engine.check_label() for engine in self.siblings()))
-            return running.result(self.url), running.is_cut
+            return running.result(self.url, is_split=self.is_split), running.is_cut
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling() or self._refuses is None:
@@ -459,12 +459,14 @@ class _Running:
         spans = [(0, version_of_label(self._labels[self._first]))] if count else []
         return GenerateResult(self._ids[:count], logprobs if asked else None, spans, "abort")
 
-    def result(self, url: str) -> GenerateResult:
+    def result(self, url: str, *, is_split: bool) -> GenerateResult:
         """The whole answer, checked. EngineError if it is not one."""
         meta = self._last.meta_info if self._last is not None else None
         if meta is None or meta.finish_reason is None:
             raise RequestLost(f"{url}/generate: the stream ended before the request did", self.certain())
         end, sampling = meta.finish_reason, self.request.sampling
+        if is_split and end.type == "abort" and (end.status_code or 0) >= 500:  # also where it was to be ended
+            raise RequestLost(f"{url}/generate: its keys and values did not arrive: {end.message}", self.certain())
         reason = _REASONS.get(end.type)
         if reason is None or isinstance(end.matched, str) or (end.status_code or 0) >= 400:
             raise EngineError(f"{url}/generate: ended by {end.type}: {end.message or end.matched}")
