@@ -416,6 +416,9 @@ def _router(config: "Config") -> Iterator[Problem]:
     if options.prefill_servers and options.router is None:
         reason = "a router leads a request from the one kind of server to the other; set rollout.sglang.router"
         yield Problem("rollout.sglang.prefill_servers", reason)
+    if options.prefill_servers and options.server_args.get("disaggregation_transfer_backend") == "fake":
+        reason = "fake moves no keys and values, so that servers would decode after nothing; use mooncake or nixl"
+        yield Problem("rollout.sglang.server_args.disaggregation_transfer_backend", reason)
     if options.router is None:
         return
     if config.rollout.engine != "sglang":

@@ -283,7 +283,7 @@ class LoadTrainer:
             time.sleep(0.2)
 
     def _measure(self) -> None:
-        """Memory of the two processes: what is theirs alone, and their shares of what is not."""
+        """Memory of the two processes that is theirs alone: shares of libraries change with whoever else runs."""
         now = time.monotonic()
         if now - self._measured < MEASURE_EVERY_S:
             return
@@ -293,7 +293,7 @@ class LoadTrainer:
             words = command_of(child)
             for role in ("rollout", "controller"):
                 if "megasao" in words and role in words:
-                    found[role] = child.memory_full_info().pss
+                    found[role] = child.memory_full_info().uss
         self._memory.append(found)
 
     def _ask(self, message: Any) -> Any:

@@ -3,10 +3,7 @@ or is drained."""
 
 import asyncio
 import signal
-import subprocess
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +20,8 @@ from engine_checkpoints import (
     save_tensors,
 )
 from expert_contract import chosen_by_transformers
-from sglang_server import PYTHON, RunningServer, ask, needs_sglang, sglang_config
+from sglang_server import RunningServer, imports, needs_sglang, routing, sglang_config
 
-from megasao.launch.ports import free_ports
 from megasao.rollout.engines.base import EngineError, GenerateRequest, GenerateResult, SamplingParams
 from megasao.rollout.engines.parts import joined, rest_of
 from megasao.rollout.engines.sglang import SGLangEngine
@@ -186,36 +182,9 @@ async def stopped_in_the_middle(fleet: Fleet, world: World) -> tuple[asyncio.Tas
     raise AssertionError("no request was stopped in time")
 
 
-def has_router() -> bool:
-    """Whether SGLang's environment has the package sglang-router."""
-    return (
-        PYTHON.exists() and subprocess.run([PYTHON, "-c", "import sglang_router"], capture_output=True).returncode == 0
-    )
-
-
-@contextmanager
-def routing(servers: list[RunningServer], log: Path) -> Iterator[str]:
-    """SGLang's router in front of the servers; its address."""
-    port, metrics = free_ports(2)
-    command = [str(PYTHON), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--worker-urls", *(server.url for server in servers), "--policy", "manual", "--assignment-mode"]
-    command += ["min_load", "--worker-startup-check-interval", "1", "--prometheus-port", str(metrics)]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file)
-    try:
-        deadline = time.monotonic() + 120
-        while ask(f"http://127.0.0.1:{port}", "/health") != 200:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.3)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait(30)
-
-
 @needs_sglang
 @pytest.mark.full
-@pytest.mark.skipif(not has_router(), reason="SGLang's environment has no sglang-router")
+@pytest.mark.skipif(not imports("sglang_router"), reason="SGLang's environment has no sglang-router")
 def test_a_router_may_choose_the_servers(world: World) -> None:
     """Episodes stay where it puts them; weights and health are still those of each server."""
     changed = perturb(load_tensors(world.checkpoint), 6)
@@ -247,7 +216,8 @@ def test_a_router_may_choose_the_servers(world: World) -> None:
         assert fleet.stats()["continued_requests"] > 0, "no request came to the stranger"
         return [*before, *after]
 
-    with routing(world.servers, world.directory / "router.log") as router:
+    workers = ["--worker-urls", *(server.url for server in world.servers), "--policy", "manual"]
+    with routing([*workers, "--assignment-mode", "min_load"], world.directory / "router.log") as router:
         found = world.run(body, router=router)
     assert all(result.weight_versions == [(0, 2)] for result in found)
     path = save_tensors(world.checkpoint, world.directory / "routed", changed)
