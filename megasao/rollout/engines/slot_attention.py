@@ -38,10 +38,18 @@ class SlotCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Storage of layer ``index`` for keys and values shaped like ``key``, ``value`` [N, kv_heads, head_dim]."""
+        """Storage of layer ``index`` for keys and values shaped like ``key``, ``value`` [N, kv_heads, head_dim].
+
+        ValueError if there is no memory for it."""
         if index not in self._layers:
             shape = (self.slots, self.max_tokens)
-            self._layers[index] = (key.new_zeros(*shape, *key.shape[1:]), value.new_zeros(*shape, *value.shape[1:]))
+            try:
+                self._layers[index] = (key.new_zeros(*shape, *key.shape[1:]), value.new_zeros(*shape, *value.shape[1:]))
+            except (RuntimeError, MemoryError) as error:
+                raise ValueError(
+                    f"rollout.embedded.slots: keys and values of {self.slots} requests with up to {self.max_tokens} "
+                    "tokens each do not fit into memory; use fewer slots, or fewer tokens"
+                ) from error
         return self._layers[index]
 
     @torch.inference_mode()
