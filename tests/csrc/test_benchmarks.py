@@ -69,6 +69,15 @@ def test_background_evaluation(tmp_path: Path) -> None:
     assert found["evaluation_turns"] > 0 and min(found["alone"] + found["beside evaluations"]) > 0
 
 
+@pytest.mark.full
+def test_evaluation_share(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    run("evaluation_share.py", "--steps=20", "--json", str(report))
+    found = json.loads(report.read_text())
+    assert found["0"][0]["evaluations"] == 0 < found["1"][0]["evaluations"]
+    assert all(min(one["processors"].values()) > 0 for every in "01" for one in found[every])
+
+
 def test_controller(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     assert "131072 controller" in run("controller.py", "--megabytes=1", "--json", str(report))
