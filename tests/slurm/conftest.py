@@ -26,9 +26,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GLM-5.2 with few numbers, whose indexers select all of an episode: an SGLang server on a CPU serves no more, and
-    two runs whose numbers are compared must not part at a near-tie of an indexer's scores."""
+    """GLM-5.2 with few numbers, whose indexers select all of an episode: an SGLang server on a CPU serves no more."""
     return jobs.write_sparse_model(tmp_path_factory.mktemp("glm-5-2"))
+
+
+@pytest.fixture(scope="session")
+def steady_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without near-ties of routers: there two runs would part whose numbers are to be compared."""
+    return jobs.write_steady_model(tmp_path_factory.mktemp("steady"))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from megasao.config.rundir import RunDirectory
 from megasao.controller.state import parse_lease_id
@@ -41,6 +43,16 @@ def write_sparse_model(directory: Path) -> Path:
     """The same without multi-token prediction, selecting all keys of an episode."""
     write_tiny_family(directory, "glm_moe_dsa", mtp=False, num_nextn_predict_layers=0, index_topk=MAX_TOKENS)
     write_tokenizer(directory)
+    return directory
+
+
+def write_steady_model(directory: Path) -> Path:
+    """The same, whose routers choose by their bias alone, an expert of either rank."""
+    write_sparse_model(directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("e_score_correction_bias")]:
+        tensors[name] = torch.tensor([20.0, 0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 18.0])
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
