@@ -1,6 +1,5 @@
 """Where a run keeps its files, and how its processes find each other."""
 
-import fcntl
 import json
 import os
 import zlib
@@ -9,6 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megasao.config.root import Config
+from megasao.storage.lock import exclusive
+
+CHANGE_WAIT_S = 30.0
+"""Much longer than another process takes to record a change of the run's servers."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -203,9 +206,11 @@ class RunDirectory:
         return Endpoints(**json.loads((self.path / "endpoints.json").read_text(encoding="utf-8")))
 
     def change_engines(self, change: Callable[[dict[str, str]], dict[str, str]]) -> None:
-        """Record other SGLang servers, made by ``change`` of those that are recorded; one process at a time does so."""
-        with (self.path / "endpoints.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        """Record other SGLang servers, made by ``change`` of those that are recorded; one process at a time does so.
+
+        ValueError where another one takes longer than CHANGE_WAIT_S.
+        """
+        with exclusive(self.path / "endpoints.lock", "process that changes the servers", wait_s=CHANGE_WAIT_S):
             endpoints = self.read_endpoints()
             self.write_endpoints(replace(endpoints, engines=change(dict(endpoints.engines))))
 
