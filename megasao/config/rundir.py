@@ -40,6 +40,15 @@ def all_engine_names(config: Config) -> list[str]:
     return names
 
 
+def server_ports(config: Config) -> range | None:
+    """Ports from ``rollout.sglang.first_port`` on: one for each server, in order, then one where each server that only
+    prefills is met. None where free ones are taken."""
+    options, servers = config.rollout.sglang, len(all_engine_names(config))
+    if options.first_port is None:
+        return None
+    return range(options.first_port, options.first_port + servers + (options.prefill_servers if servers else 0))
+
+
 @dataclass(frozen=True)
 class Endpoints:
     """Addresses of a run, fixed before its first process starts so that any of them may restart."""

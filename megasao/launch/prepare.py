@@ -15,7 +15,7 @@ from typing import Any
 from megasao.config import Config
 from megasao.config.errors import UserError
 from megasao.config.load import dump_config, load_config
-from megasao.config.rundir import Endpoints, RunDirectory, all_engine_names, write_atomically
+from megasao.config.rundir import Endpoints, RunDirectory, all_engine_names, server_ports, write_atomically
 from megasao.launch.ports import free_ports
 from megasao.storage.lock import exclusive
 from megasao.transport.keys import make_run_keys, make_server_key
@@ -67,10 +67,10 @@ def prepared_run(
 def new_endpoints(config: Config) -> Endpoints:
     """Addresses on ports that are free now."""
     host = "127.0.0.1" if config.transport.host == "localhost" else config.transport.host
-    names, first = all_engine_names(config), config.rollout.sglang.first_port
-    controller, weights, torch_port, critic, *ports = free_ports(4 + (len(names) if first is None else 0), host)
-    if first is not None:
-        ports = list(range(first, first + len(names)))
+    names, of_servers = all_engine_names(config), server_ports(config)
+    count = 4 + (len(names) if of_servers is None else 0)
+    controller, weights, torch_port, critic, *ports = free_ports(count, host, promised=of_servers or ())
+    ports = list(of_servers or ports)
     return Endpoints(
         controller=f"tcp://{host}:{controller}",
         weights=f"tcp://{host}:{weights}",

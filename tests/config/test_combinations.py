@@ -14,6 +14,7 @@ LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
 BASE = ["loop.steps=160", "sft.steps=800"]
 TWO_SEGMENTS = ["environment.compaction.max_segments=2", "environment.compaction.summary_tokens=9"]
 ROUTED = ["rollout.engine=sglang", "rollout.sglang.first_port=30000", "rollout.sglang.router=http://127.0.0.1:30100"]
+PREFILL = [*ROUTED, "rollout.sglang.prefill_servers=2"]
 
 CASES = [
     (["loop.batch_size=1"], ["loop.batch_size=2"], "loop.batch_size", "critic cannot learn"),
@@ -218,6 +219,12 @@ CASES = [
         ["rollout.sglang.first_port=64999"],
         "rollout.sglang.first_port",
         "beyond 65535",
+    ),
+    (
+        [*PREFILL, "rollout.sglang.first_port=65000", "rollout.sglang.servers=534"],
+        [*PREFILL, "rollout.sglang.first_port=65000", "rollout.sglang.servers=533"],
+        "rollout.sglang.first_port",
+        "537 ports from 65000",
     ),
     (
         ["rollout.sglang.router=http://127.0.0.1:1", "rollout.sglang.first_port=30000"],
