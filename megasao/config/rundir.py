@@ -142,6 +142,7 @@ class RunDirectory:
         return Path(config.buffer.payload_directory) / self._own_name(config) / name
 
     def _own_name(self, config: Config) -> str:
+        """Of this run among all that share a directory outside their own, also those of the same name."""
         place = zlib.crc32(str(self.path.absolute()).encode())
         return f"{config.run.name}-{place:08x}"
 
@@ -156,8 +157,7 @@ class RunDirectory:
 
     def node_weights(self, config: Config, name: str) -> Path:
         """Where each node of the SGLang server ``name`` keeps weights itself; no other run has this directory."""
-        place = zlib.crc32(str(self.path.absolute()).encode())
-        return Path(config.weights.node_directory) / f"{config.run.name}-{place:08x}" / name
+        return Path(config.weights.node_directory) / self._own_name(config) / name
 
     def node_marker(self, role: str) -> Path:
         """Which versions the node of ``role`` has there."""

@@ -14,7 +14,7 @@ from megasao.config import Config
 from megasao.config.rundir import RunDirectory, server_ports, training_servers
 from megasao.launch.ports import free_ports
 from megasao.transport.client import RequestClient
-from megasao.transport.keys import load_keys
+from megasao.transport.keys import keys_of
 from megasao.transport.messages import Refused, RemoveServer, ServerUp, ServerWanted, ToServer
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def without(engines: dict[str, str], name: str) -> dict[str, str]:
 
 def connect(run: RunDirectory, config: Config, identity: str) -> RegistrationClient:
     """A connection to the run's controller."""
-    keys = load_keys(run.keys) if config.transport.curve else None
+    keys = keys_of(run, config)
     return RegistrationClient(run.read_endpoints().controller, identity=identity, keys=keys)
 
 
