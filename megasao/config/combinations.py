@@ -464,9 +464,9 @@ def sglang(config: "Config") -> Iterator[Problem]:
     if options.server_args and config.rollout.engine != "sglang":
         reason = f"has no reader while rollout.engine = {config.rollout.engine}; set rollout.engine to sglang"
         yield Problem("rollout.sglang.server_args", reason)
-    last = config.rollout.workers * (options.servers + 1)
-    if options.first_port is not None and options.first_port + last > 65536:
-        yield Problem("rollout.sglang.first_port", f"{last} servers from port {options.first_port} on go beyond 65535")
+    ports = config.rollout.workers * (options.servers + 1) + options.prefill_servers
+    if options.first_port is not None and options.first_port + ports > 65536:
+        yield Problem("rollout.sglang.first_port", f"{ports} ports from {options.first_port} on go beyond 65535")
 
 
 RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from megasao.storage.lock import exclusive
 from megasao.trajectories.buffer import Summary, summarise
 from megasao.trajectories.columns import conform
 from megasao.trajectories.journal import SEGMENT_BYTES, Journal
-from megasao.trajectories.lock import exclusive
 from megasao.trajectories.store import JournalStore
 from megasao.trajectories.validation import validate
 from megasao.transport.codec import MAX_PAYLOAD_BYTES
