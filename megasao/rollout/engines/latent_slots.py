@@ -27,7 +27,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines [N, d / 2] of the tokens' positions."""
 
 
-class LatentSlotAttention(GlmMoeDsaAttention):  # type: ignore[misc]
+class LatentSlotAttention(GlmMoeDsaAttention):
     """The model's own layer, which attends within slots when it is given a step."""
 
     def forward(
@@ -74,11 +74,10 @@ class LatentSlotAttention(GlmMoeDsaAttention):  # type: ignore[misc]
 
 def use_latent_slots(model: torch.nn.Module, latent_epsilon: float) -> None:
     """Let the model's latent attention run on slots; ``latent_epsilon`` is that of the latents' norms."""
-    for module in model.modules():
-        if type(module) is GlmMoeDsaAttention:
-            module.__class__ = LatentSlotAttention
-            for norm in (module.q_a_layernorm, module.kv_a_layernorm):
-                norm.variance_epsilon = latent_epsilon
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GlmMoeDsaAttention)]
+    for layer in layers:
+        layer.__class__ = LatentSlotAttention
+        layer.q_a_layernorm.variance_epsilon = layer.kv_a_layernorm.variance_epsilon = latent_epsilon
 
 
 def select(indexer: Any, hidden: torch.Tensor, query_latent: torch.Tensor, angles: Angles, batch: StepBatch) -> Seen:
@@ -89,19 +88,17 @@ def select(indexer: Any, hidden: torch.Tensor, query_latent: torch.Tensor, angle
     width = indexer.qk_rope_head_dim
     key = _rotate_start(indexer.k_norm(indexer.wk(hidden)), angles, width)
     keys = batch.cache.write(indexer.layer_idx, "indexer", key, batch.places)
-    seen, most = batch.earlier, indexer.index_topk
-    longest = max(each.shape[-1] for each in (seen.decoding, seen.prefill) if each is not None)
-    if longest <= most:
-        return seen
+    decoding, prefill, most = batch.earlier.decoding, batch.earlier.prefill, indexer.index_topk
+    if all(each is None or each.shape[-1] <= most for each in (decoding, prefill)):
+        return batch.earlier
     query = _rotate_start(indexer.wq_b(query_latent).unflatten(-1, (indexer.n_heads, -1)), angles, width)
     weights = indexer.weights_proj(hidden) * (indexer.n_heads * indexer.head_dim) ** -0.5
-    decoding, prefill = seen.decoding, seen.prefill
-    if decoding is not None and decoding.shape[-1] > most:
-        new = (each[: batch.decoding].unsqueeze(1) for each in (query, weights))
-        decoding = best_keys(*new, batch.of_decoding(keys), decoding, most)
-    if prefill is not None and prefill.shape[-1] > most:
-        new = (batch.padded(each) for each in (query, weights))
-        prefill = best_keys(*new, batch.of_prefill(keys), prefill, most)
+    if decoding is not None:
+        new, new_weights = (each[: batch.decoding].unsqueeze(1) for each in (query, weights))
+        decoding = best_keys(new, new_weights, batch.of_decoding(keys), decoding, most)
+    if prefill is not None:
+        new, new_weights = batch.padded(query), batch.padded(weights)
+        prefill = best_keys(new, new_weights, batch.of_prefill(keys), prefill, most)
     return Seen(decoding, prefill)
 
 
@@ -113,9 +110,11 @@ def best_keys(
     Args:
         queries: [rows, Q, heads, width].
         weights: [rows, Q, heads].
-        keys: [rows, K, width], K > ``most``.
+        keys: [rows, K, width].
         seen: bool [rows, 1, Q, K].
     """
+    if keys.shape[1] <= most:
+        return seen
     rows, count, heads, _ = queries.shape
     chunk = max(1, SCORES_AT_A_TIME // (rows * heads * keys.shape[1]))
     parts = []
