@@ -20,6 +20,7 @@ def test_what_is_missing_is_named_and_what_is_there_is_not(tmp_path: Path) -> No
         "# a remark\n\ncommand sh\ncommand no-such-program\n"
         f"import {sys.prefix} json\nimport {sys.prefix} no_such_module\nimport no-such-environment json\n"
         f"found {sys.prefix} json\nfound {sys.prefix} no_such_module\nmodule json\n"
+        f"file {tmp_path}\nfile {tmp_path}/absent\n"
     )
     assert missing(needs) == [
         "the command no-such-program",
@@ -27,6 +28,7 @@ def test_what_is_missing_is_named_and_what_is_there_is_not(tmp_path: Path) -> No
         "the environment no-such-environment (no no-such-environment/bin/python), for json",
         f"the module no_such_module of {sys.prefix}: AssertionError: not installed",
         "a meaning for the line 'module json ' of the list",
+        f"the file {tmp_path}/absent",
     ]
 
 

@@ -144,3 +144,17 @@ def test_what_cannot_be_added_or_removed_is_refused(run, config):
             change(run, routed, what)
     with pytest.raises(ValueError, match=r"rollout\.engine = embedded"):
         registration.add(run, make_config(), 0)
+
+
+def test_two_processes_do_not_change_the_servers_at_once(run, monkeypatch):
+    monkeypatch.setattr("megasao.config.rundir.CHANGE_WAIT_S", 0.0)
+
+    def change_meanwhile(engines):
+        with pytest.raises(ValueError, match="another process that changes the servers is alive"):
+            run.change_engines(lambda _: {})
+        return engines
+
+    run.change_engines(change_meanwhile)
+    assert list(run.read_endpoints().engines) == list(NAMES)
+    run.change_engines(lambda _: {})
+    assert not run.read_endpoints().engines, "the lock goes with its process, or its end"

@@ -21,7 +21,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     "logprobs.py": ("--tokens=16", "--hidden=8", "--vocabulary=500", "--chunks", "4"),
     "weights.py": ("--gb=0.005", "--repeats=1"),
     "training_step.py": ("--quick", "--repeats=1"),
-    "background_evaluation.py": ("--seconds=4", "--turn=0.1", "--repeats=1"),
+    "background_evaluation.py": ("--seconds=2", "--turn=0.1", "--repeats=1"),
+    "evaluation_share.py": ("--steps=20",),
     "controller.py": ("--megabytes=1",),
     "modes.py": ("--steps=7", "--repeats=1"),
 }
@@ -76,9 +77,13 @@ def test_logprobs(ran: Ran) -> None:
 
 
 def test_weights(ran: Ran) -> None:
-    said, report = ran
+    said, [report] = ran
     assert "paused: embedded" in said
-    assert set(report[0]["rows"]) == {"stream", "disk", "distributed", "bare gloo broadcast", "bare file write"}
+    assert set(report["rows"]) == {
+        *("stream", "disk", "distributed", "embedded"),
+        *("bare gloo broadcast", "bare file write"),
+    }
+    assert set(report["parts"]) == {"collectives", "copy and checksums", "receiver's checksums", "messages"}
 
 
 def test_training_step(ran: Ran) -> None:
@@ -90,7 +95,14 @@ def test_training_step(ran: Ran) -> None:
 def test_background_evaluation(ran: Ran) -> None:
     said, report = ran
     assert "beside evaluations / alone" in said
-    assert report["evaluation_episodes"] > 0 and min(report["alone"] + report["beside evaluations"]) > 0
+    assert report["evaluation_turns"] > 0 and min(report["alone"] + report["beside evaluations"]) > 0
+
+
+@pytest.mark.full
+def test_evaluation_share(ran: Ran) -> None:
+    _, report = ran
+    assert report["0"][0]["evaluations"] == 0 < report["1"][0]["evaluations"]
+    assert all(min(one["processors"].values()) > 0 for every in "01" for one in report[every])
 
 
 def test_controller(ran: Ran) -> None:

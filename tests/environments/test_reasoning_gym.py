@@ -163,6 +163,7 @@ def test_a_demonstrator_with_the_habit_repeats_the_last_number_so_often():
         ({"datasets": {"chain_sun": {}}}, r"datasets\.chain_sun: .*did you mean 'chain_sum'"),
         ({"datasets": {"chain_sum": {"no_such": 1}}}, r"datasets\.chain_sum: .*no_such"),
         ({"datasets": {"chain_sum": {"min_terms": 9, "max_terms": 2}}}, r"datasets\.chain_sum: "),
+        ({"datasets": {"chain_sum": 3}}, r"datasets\.chain_sum: expected a mapping of the data set's settings, got 3"),
         ({"datasets": {"chain_sum": {"seed": 1}}}, r"datasets\.chain_sum: seed and size"),
         ({"datasets": {"ransom_note": {}}}, r"datasets\.ransom_note: it makes other problems"),
         ({"datasets": "chain_sum"}, r"datasets: expected dict"),

@@ -14,9 +14,9 @@ import pytest
 from megasao.config import Config
 from megasao.config.errors import UserError
 from megasao.config.load import load_config
-from megasao.config.rundir import Endpoints, RunDirectory
+from megasao.config.rundir import Endpoints, RunDirectory, server_ports
 from megasao.launch.ports import free_ports
-from megasao.launch.prepare import prepared_run
+from megasao.launch.prepare import new_endpoints, prepared_run
 from megasao.launch.roles import child_environment, megasao_command, rollout_role, trainer_roles
 
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
@@ -182,6 +182,22 @@ def test_free_ports_skip_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.listen()
         with pytest.raises(OSError, match="only 0 of 1 free ports"):
             free_ports(1)
+
+
+def test_nobody_gets_a_port_that_a_server_will_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of servers are free until they start, and those of the run are taken before."""
+    monkeypatch.setattr("megasao.launch.ports._LOWEST", 25_000)
+    monkeypatch.setattr("megasao.launch.ports._HIGHEST", 25_040)
+    monkeypatch.setattr("megasao.launch.ports._outgoing_range", lambda: (0, 0))
+    sglang = {"first_port": 25_010, "router": "http://127.0.0.1:30100", "servers": 2, "prefill_servers": 1}
+    changes = [f"rollout.sglang.{name}={value}" for name, value in sglang.items()]
+    made = config(tmp_path, "rollout.engine=sglang", *changes)
+    assert server_ports(made) == range(25_010, 25_014), "three servers, and where the one that prefills is met"
+    for _ in range(30):
+        endpoints = new_endpoints(made)
+        assert [int(url.rpartition(":")[2]) for url in endpoints.engines.values()] == [25_010, 25_011, 25_012]
+        own = [int(address.rpartition(":")[2]) for address in (endpoints.controller, endpoints.weights)]
+        assert not {*own, endpoints.torch_port} & {*range(25_010, 25_014)}
 
 
 def test_trainer_roles_form_a_world(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import pyarrow as pa
 import pytest
 import zmq
 from controller_peer import bench, heartbeat, lease
@@ -114,6 +115,15 @@ def test_a_host_without_the_payload_or_without_life_is_named(host: Host) -> None
         rank.fetch([entry("a", "")], 0.2)
     rank.close()
     hasty.close()
+
+
+def test_a_host_that_sends_what_are_no_rows_is_named(host: Host) -> None:
+    """Then every rank asks again; another error would leave the other ranks in their collective."""
+    host.service.journal.fetch = lambda _: pa.record_batch({"strange": [1]})  # type: ignore[method-assign]
+    rank = reader()
+    with pytest.raises(PayloadUnreachable, match=f"payload at {host.address}: .*trajectory schema version"):
+        rank.fetch([entry("a", host.address)], 1.0)
+    rank.close()
 
 
 def test_a_host_that_starts_again_is_asked_where_it_was(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from share_world import Distributed
+from share_world import Distributed, Embedded
 from weight_world import (
     FAST,
     Disk,
@@ -34,14 +34,14 @@ from megasao.weights.messages import Announce, Bucket, Fetch, FromReceiver, Hell
 from megasao.weights.publisher import WeightPublisher
 from megasao.weights.receiver import WeightReceiver
 
-Way = Stream | Disk | Distributed
+Way = Stream | Disk | Distributed | Embedded
 
 
-@pytest.fixture(params=["stream", "disk", "distributed"])
+@pytest.fixture(params=["stream", "disk", "distributed", "embedded"])
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Way]:
     """How a version travels; the protocol around it is one."""
-    if request.param == "distributed":
-        ranks = Distributed()
+    if request.param in ("distributed", "embedded"):
+        ranks = Distributed() if request.param == "distributed" else Embedded(weights(0))
         yield ranks
         ranks.close()
     else:
