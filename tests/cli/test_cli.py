@@ -96,6 +96,13 @@ def test_user_errors(arguments: list[str], message: str) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_a_model_that_is_not_there_is_all_that_is_said(command: str, tmp_path: Path) -> None:
+    result = megasao(command, "configs/laptop.yaml", f"model.path={tmp_path}")
+    assert result.returncode == 2
+    assert "planning needs the model's config.json" in result.stderr and "Warning" not in result.stderr
+
+
 def test_preflight_problems_carry_their_line(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     text = dump_config(
