@@ -238,11 +238,13 @@ async def _sglang_pauses(directory: Path, python: Path, repeats: int) -> dict[st
     from megasao.launch.ports import free_ports
     from megasao.rollout import server
     from megasao.rollout.engines.sglang import SGLangEngine
+    from megasao.transport.keys import make_server_key
     from megasao.weights.nodes import NodeWeights, ServerNodes
 
     config = make_config(directory, engine="sglang", sglang={"python": str(python)})
     run, (port,), name = RunDirectory(directory / "run"), free_ports(1), "engine-0-0"
     run.engine(name).mkdir(parents=True, exist_ok=True)
+    key = make_server_key(run.keys)
     url = f"http://127.0.0.1:{port}"
     process = server.start(run, config, server.Part(name, url, {}))
     found = {}
@@ -260,6 +262,7 @@ async def _sglang_pauses(directory: Path, python: Path, repeats: int) -> dict[st
                     seed=0,
                     start_timeout_s=240.0,
                     update_timeout_s=120.0,
+                    key=key,
                     nodes=at,
                 )
                 starting = asyncio.create_task(engine.start())

@@ -141,6 +141,10 @@ class DiskPublishing(Publishing):
         raise RuntimeError(f"rank {failed[0]} could not write weights to {path}: {reason}") from error
 
 
+_COLUMNS = 4
+"""Numbers by which a rank says where its share is."""
+
+
 class _SharePublishing(Publishing):
     """Every rank copies its share into memory of its host, from which the engines take it."""
 
@@ -179,9 +183,6 @@ class _SharePublishing(Publishing):
     @abstractmethod
     def _whole(self, version: int, rows: list[list[int]]) -> Elsewhere:
         """The version, from what each rank has said."""
-
-
-_COLUMNS = 4
 
 
 @dataclass

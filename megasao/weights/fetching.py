@@ -170,7 +170,7 @@ class _Fetching:
         self._enter(kept.connection)
         try:
             self._ask(kept)
-        except ConnectionError:
+        except OSError:
             self._close(kept.connection)
             return None
         return kept

@@ -184,10 +184,10 @@ class Mappings:
         return self._kept[place][:nbytes]
 
     def begin(self) -> None:
-        """A version comes: let go of what neither it nor the one before needs."""
-        needed = set().union(*self._used[-1:])
+        """A version comes: let go of what neither of the two before it was in."""
+        needed = set().union(*self._used)
         self._kept = {place: mapped for place, mapped in self._kept.items() if place in needed}
-        self._used = [needed, set()]
+        self._used = [*self._used[-1:], set()]
 
     def clear(self) -> None:
         """Let go of everything."""

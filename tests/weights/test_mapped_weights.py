@@ -75,7 +75,7 @@ def test_what_a_receiver_has_is_not_written_and_its_memory_is_used_again_later(r
     assert equal(taken(announced(fifth))[0].tensors(), weights(5))
 
 
-def test_mappings_are_kept_for_two_versions_and_never_of_what_was_damaged(ranks: list[SegmentPair]) -> None:
+def test_mappings_are_kept_for_the_next_versions_and_never_of_what_was_damaged(ranks: list[SegmentPair]) -> None:
     mappings = Mappings()
 
     def publish(seed: int) -> list[Mapped]:
@@ -86,8 +86,12 @@ def test_mappings_are_kept_for_two_versions_and_never_of_what_was_damaged(ranks:
         assert problem is None and equal(one.tensors(), weights(seed))
         return {flat.data_ptr() for found in one.tensors()._pieces.values() for _, flat in found}
 
-    first, second, third = (places(publish(seed), seed) for seed in (1, 2, 3))
-    assert first == third and first.isdisjoint(second)
+    first, second = (places(publish(seed), seed) for seed in (1, 2))
+    before = dict(mappings._kept)
+    assert len(before) == 4 and places(publish(3), 3) == first != second
+    assert mappings._kept.keys() == before.keys()
+    assert all(mappings._kept[place] is before[place] for place in before), "they were not mapped anew"
+    del before
     held, _ = taken(announced(publish(4)), mappings)
     for found in held.tensors()._pieces.values():
         for piece, flat in found:
@@ -99,7 +103,7 @@ def test_mappings_are_kept_for_two_versions_and_never_of_what_was_damaged(ranks:
     assert "is damaged" in taken(announced(sixth), mappings)[1]
     places(sixth, 6)
     others = two_pairs(weights(0))
-    for seed in (7, 8):
+    for seed in (7, 8, 9):
         places([write_mapped(pair, rank, weights(seed)) for rank, pair in enumerate(others)], seed)
     theirs = {os.fstat(segment.fd).st_ino for pair in others for segment in pair._segments}
     assert {inode for _, inode in mappings._kept} == theirs, "of the new ranks alone"
