@@ -83,9 +83,7 @@ def read_manifest(directory: Path, *formats: str) -> dict[str, Any]:
     role, parts = manifest.get("role"), manifest.get("parts")
     named = isinstance(parts, list) and parts and all(isinstance(name, str) for name in parts)
     if role not in ("actor", "critic") or not named:
-        raise ValueError(
-            f"{file} has role = {role!r} and parts = {parts!r}; expected role and files; {_INSTEAD}"
-        )
+        raise ValueError(f"{file} has role = {role!r} and parts = {parts!r}; expected role and files; {_INSTEAD}")
     absent = [name for name in manifest["parts"] if not (directory / name).is_file()]
     if absent:
         raise ValueError(f"{directory} is not a complete model checkpoint: {absent[0]} is missing; {_INSTEAD}")
