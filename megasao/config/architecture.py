@@ -27,7 +27,9 @@ def read_architecture(file: Path) -> dict[str, Any]:
     """
     try:
         hf_config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}; copy it again") from None
     if not isinstance(hf_config, dict):
         raise ValueError(f"{file} is not a JSON object, as every model's config.json is; copy it again")

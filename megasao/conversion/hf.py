@@ -1,5 +1,6 @@
 """A Hugging Face checkpoint as the source of a conversion, refused at once if anything about it is wrong."""
 
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from megasao.config.errors import UserError
 from megasao.conversion.blocks import BLOCK, FP8, Block, scale_shape
 from megasao.conversion.tasks import Copy, Dequantize, Task
 from megasao.families.names import SCALE, Role, fp8_names, name_problem, value_head_names
-from megasao.storage.hf_directory import INDEX, checkpoint_files, read_index
+from megasao.storage.hf_directory import INDEX, checkpoint_files, read_index, side_files
 from megasao.storage.reader import TensorFiles
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -79,6 +80,7 @@ def open_hf(path: Path) -> HfCheckpoint:
         or _dtype_problem(checkpoint)
         or _shape_problem(checkpoint)
         or _unusable_scale(checkpoint)
+        or _side_problem(path)
     )
     if problem:
         raise UserError(f"{path} {problem}; copy it again, with the config.json that belongs to it")
@@ -135,6 +137,14 @@ def _unusable_scale(checkpoint: HfCheckpoint) -> str | None:
     for name in sorted(checkpoint.files.names() - set(checkpoint.weights())):
         if not torch.isfinite(checkpoint.files.read_whole(name)).all():
             return f"has a scale in {name} that is infinite or NaN"
+    return None
+
+
+def _side_problem(path: Path) -> str | None:
+    """A tokenizer or the like that could not be copied when all else is done."""
+    for file in side_files(path):
+        if not os.access(file, os.R_OK):
+            return f"has {file.name}, which cannot be read"
     return None
 
 

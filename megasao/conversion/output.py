@@ -123,6 +123,8 @@ def reserved(output: Output) -> Iterator[list[OutputFile]]:
     """
     check_place(output.path)
     directory, plan = output.partial, output.plan()
+    if not directory.exists():
+        _check_disk(output, output.files)
     directory.mkdir(exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -130,9 +132,11 @@ def reserved(output: Output) -> Iterator[list[OutputFile]]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{directory} is in use: another process is making {output.path}; wait for it") from None
-        if not any(directory.iterdir()):
-            (directory / _PLAN).write_text(plan, encoding="utf-8")
-            sync(directory / _PLAN)
+        if all(file.suffix == ".tmp" for file in directory.iterdir()):
+            begun = directory / f"{_PLAN}.tmp"
+            begun.write_text(plan, encoding="utf-8")
+            sync(begun)
+            os.rename(begun, directory / _PLAN)
         elif not (directory / _PLAN).is_file() or (directory / _PLAN).read_text(encoding="utf-8") != plan:
             raise UserError(
                 f"{directory} was begun by another conversion, or its source has changed since; remove it to begin anew"
@@ -151,7 +155,7 @@ def _check_disk(output: Output, missing: Sequence[OutputFile]) -> None:
     needed, free = sum(file.nbytes for file in missing) + _SPARE, shutil.disk_usage(directory).free
     if needed > free:
         if len(missing) == len(output.files):
-            shutil.rmtree(output.partial)
+            shutil.rmtree(output.partial, ignore_errors=True)
         raise UserError(
             f"{directory} has {free / 1e9:.2f} GB free, and {needed / 1e9:.2f} GB are needed; free some, or give "
             "another output directory"

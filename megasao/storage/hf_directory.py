@@ -55,9 +55,13 @@ def checkpoint_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
+def side_files(path: Path) -> list[Path]:
+    """Tokenizer, generation settings and chat template; a link may lead to nothing."""
+    return [file for pattern in SIDE_FILES for file in path.glob(pattern) if not file.is_dir()]
+
+
 def copy_side_files(source: Path, target: Path) -> None:
     """Copy tokenizer, generation settings and chat template."""
-    for pattern in SIDE_FILES:
-        for file in source.glob(pattern):
-            if file.is_file():
-                shutil.copy2(file, target / file.name)
+    for file in side_files(source):
+        if file.is_file():
+            shutil.copy2(file, target / file.name)

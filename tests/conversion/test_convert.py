@@ -43,6 +43,23 @@ def test_there_and_back_is_bit_exact(source: Path, tmp_path: Path, capsys: pytes
     assert {path.name for path in tmp_path.iterdir()} == {"model", "back"}
 
 
+@pytest.mark.parametrize("family", families())
+def test_files_as_transformers_cuts_them(family: str, tmp_path: Path) -> None:
+    """There and back, and transformers loads what comes back."""
+    from transformers import AutoModelForCausalLM
+
+    whole = write_family(tmp_path / "whole", family, "bfloat16", mtp=False)
+    source = tmp_path / "hf"
+    AutoModelForCausalLM.from_pretrained(whole).save_pretrained(source, max_shard_size="100KB")
+    assert len(list(source.glob("model-*.safetensors"))) > 2 and (source / INDEX).is_file()
+    assert convert("hf-to-megatron", source, tmp_path / "model") == 0
+    assert convert("megatron-to-hf", tmp_path / "model", tmp_path / "back") == 0
+    assert names_and_bytes(tmp_path / "back") == names_and_bytes(source)
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "back", source))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
 def test_block_fp8_and_back(source: Path, tmp_path: Path) -> None:
     assert convert("quantize", source, tmp_path / "fp8", "--format", "fp8_block", "--shard-gb", "0.0002") == 0
     original, quantized = tensors_of(source), tensors_of(tmp_path / "fp8")

@@ -171,6 +171,10 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         "in FP8 without its",
     ),
     "scale transposed": (lambda path: change_tensors(path, transpose_a_scale), "blocks of (128, 128) needs (1, 1)"),
+    "tokenizer elsewhere": (
+        lambda path: ((path / "tokenizer.json").unlink(), (path / "tokenizer.json").symlink_to("absent"))[1],
+        "has tokenizer.json, which cannot be read",
+    ),
     "scale is NaN": (lambda path: change_tensors(path, spoil_a_scale), "_scale_inv that is infinite or NaN"),
     "scale of whole numbers": (lambda path: change_tensors(path, whole_numbers("_scale_inv")), "_scale_inv in int8"),
     "weight of whole numbers": (lambda path: change_tensors(path, whole_numbers("norm.weight")), "expected float32"),
@@ -204,6 +208,8 @@ def test_wrong_places(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert f"{tmp_path / 'no'} is not a directory" in capsys.readouterr().err
     assert convert("hf-to-megatron", tmp_path / "absent", tmp_path / "out") == 2
     assert "is not a directory; give a Hugging Face" in capsys.readouterr().err
+    assert convert("hf-to-megatron", sharded, tmp_path / ("x" * 300)) == 2
+    assert "File name too long; it must be there" in capsys.readouterr().err.replace("\n", " ")
     free = shutil.disk_usage(tmp_path)._replace(free=67_200_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     assert convert("hf-to-megatron", sharded, tmp_path / "out") == 2
