@@ -284,11 +284,17 @@ class Fleet(Engine):
             self._changed.notify_all()
 
     async def add(self, engine: SGLangEngine) -> None:
-        """One more server, from the next episode on. EngineError if it does not come up, ValueError if it is here."""
+        """One more server, from the next episode on. ValueError if it is here; EngineError, and it is not here, if it
+        does not come up or take the weights."""
         if engine.url in self._replicas:
             raise ValueError(f"{engine.url} is in the fleet already")
-        await engine.start()
-        await self._join(self._take_in(engine))
+        try:
+            await engine.start()
+            await self._join(self._take_in(engine))
+        except BaseException:
+            self._replicas.pop(engine.url, None)
+            await engine.close()
+            raise
 
     def _take_in(self, engine: SGLangEngine) -> Replica:
         if engine.router is not None:

@@ -15,6 +15,7 @@ BASE = ["loop.steps=160", "sft.steps=800"]
 TWO_SEGMENTS = ["environment.compaction.max_segments=2", "environment.compaction.summary_tokens=9"]
 ROUTED = ["rollout.engine=sglang", "rollout.sglang.first_port=30000", "rollout.sglang.router=http://127.0.0.1:30100"]
 APART = [*ROUTED, "rollout.sglang.servers=2", "rollout.sglang.prefill_servers=1"]
+PREFILL = [*ROUTED, "rollout.sglang.prefill_servers=2"]
 
 CASES = [
     (["loop.batch_size=1"], ["loop.batch_size=2"], "loop.batch_size", "critic cannot learn"),
@@ -130,6 +131,12 @@ CASES = [
         "weights.node_directory",
         "has no reader",
     ),
+    (
+        ["weights.transport=embedded", "rollout.engine=sglang"],
+        ["weights.transport=embedded"],
+        "weights.transport",
+        "shares memory with the embedded engine",
+    ),
     (["weights.bucket_bytes=1"], ["weights.bucket_bytes=4096"], "weights.bucket_bytes", "4096"),
     (["parallel.tensor=3"], ["parallel.tensor=2"], "parallel", "not a multiple"),
     (["parallel.expert=3"], ["parallel.expert=2"], "parallel", "not a multiple"),
@@ -219,6 +226,12 @@ CASES = [
         ["rollout.sglang.first_port=64999"],
         "rollout.sglang.first_port",
         "beyond 65535",
+    ),
+    (
+        [*PREFILL, "rollout.sglang.first_port=65000", "rollout.sglang.servers=534"],
+        [*PREFILL, "rollout.sglang.first_port=65000", "rollout.sglang.servers=533"],
+        "rollout.sglang.first_port",
+        "537 ports from 65000",
     ),
     (
         ["rollout.sglang.router=http://127.0.0.1:1", "rollout.sglang.first_port=30000"],
