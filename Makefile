@@ -41,9 +41,6 @@ $(SGLANG_VENV)/.ready: tools/sglang-cpu.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7
 	@$(SGLANG_VENV)/bin/python -m pip install --quiet sglang-router==0.3.2 \
 		|| echo "note: sglang-router was not installed; its test is skipped"
-	@$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps prometheus_client==0.26.0 \
-		mooncake-transfer-engine-non-cuda==0.3.13.post1 \
-		|| echo "note: mooncake was not installed; the test with prefill and decoding apart is skipped"
 	touch $@
 
 setup-openenv: $(OPENENV_VENV)/.ready
@@ -138,6 +135,9 @@ test: lint sandbox extras
 # With the tests marked `full`: every layout, and others that take long.
 test-full: lint sandbox extras
 	-$(MAKE) setup-sglang
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps prometheus_client==0.26.0 \
+		mooncake-transfer-engine-non-cuda==0.3.13.post1 \
+		|| echo "note: mooncake was not installed; the test with prefill and decoding apart is skipped"
 	-$(MAKE) setup-openenv
 	-$(MAKE) setup-quantizers
 	-$(MAKE) setup-verifiers

@@ -182,17 +182,18 @@ class Fleet(Engine):
 
     async def _end_requests(self) -> None:
         """All that run end with what they have, to go on after the update. EngineError if one does not end in time."""
+        bound_s = 2 * CALL_TIMEOUT_S  # to be ended, and then to ask every server for its version
         self._cut |= self._asked
         await asyncio.gather(*(replica.engine.abort_all() for replica in self._replicas.values()))
         async with self._changed:
             try:
-                await asyncio.wait_for(self._changed.wait_for(lambda: not self._asked), CALL_TIMEOUT_S)
+                await asyncio.wait_for(self._changed.wait_for(lambda: not self._asked), bound_s)
             except TimeoutError:
-                raise EngineError(f"{len(self._asked)} requests did not end in {CALL_TIMEOUT_S:g} s") from None
+                raise EngineError(f"{len(self._asked)} requests did not end in {bound_s:g} s") from None
 
     async def _place(self, session_id: str) -> Replica:
         """The episode's server; another one if that is not usable. EngineError if there is none in time."""
-        if not self._closed and not self._usable():
+        while not self._closed and not self._usable():  # one may go again before this task has its turn
             await self._until_usable()
         if self._closed:
             raise EngineError("the fleet was closed")

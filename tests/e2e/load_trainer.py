@@ -76,16 +76,17 @@ class Killer:
         self._started, self._over = time.monotonic(), threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, daemon=True)
-        self._returns: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
         self.kills: list[Kill] = []
         self.nobody_up: list[float] = []
         self._thread.start()
 
     def is_done(self) -> bool:
         """Whether all was done, and every server is back. What went wrong in the thread is raised."""
+        is_over = not self._thread.is_alive()
         if self._error is not None:
             raise self._error
-        return not self._thread.is_alive()
+        return is_over
 
     def close(self) -> None:
         self._over.set()
@@ -121,7 +122,7 @@ class Killer:
             self.nobody_up.append(self._clock)
             return
         how = ("process", "group")[len(self.kills) // 2 % 2]
-        self._returns[victims[0]] = self._times_back(victims[0])
+        self._seen[victims[0]] = len(self._uses(victims[0]))
         self._kill(victims[0], how)
         self.kills.append(Kill(victims[0], how, self._count(), self._clock))
 
@@ -135,14 +136,17 @@ class Killer:
         raise AssertionError(f"{name} does not run")
 
     def _look_for(self, kill: Kill) -> None:
-        if self._times_back(kill.server) > self._returns[kill.server]:
+        uses, seen = self._uses(kill.server), self._seen[kill.server]
+        if len(uses) > seen and uses[-1] and not all(uses[max(0, seen - 1) :]):
             kill.away_s = self._clock - kill.at
         assert self._clock - kill.at < BACK_S, f"{kill.server} did not come back"
 
-    def _times_back(self, name: str) -> int:
-        """How often the worker has said that it uses the server again."""
-        said = (self._run.logs / "rollout-0.log").read_text(encoding="utf-8")
-        return said.count(f"{self._run.read_endpoints().engines[name]} is used again")
+    def _uses(self, name: str) -> list[bool]:
+        """Whether the worker used the server from then on, each time that it said so."""
+        url = self._run.read_endpoints().engines[name]
+        says = {f"{url} is used again": True, f"{url} is not used until": False}
+        lines = (self._run.logs / "rollout-0.log").read_text(encoding="utf-8").splitlines()
+        return [used for line in lines for said, used in says.items() if said in line]
 
 
 class Change:

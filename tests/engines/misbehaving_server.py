@@ -1,8 +1,8 @@
 """A small server with SGLang's HTTP that misbehaves as told, for faults that a real one cannot be made to show."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from sglang_server import sglang_config
 
 from megasao.launch.ports import free_ports
 from megasao.rollout.engines.sglang import SGLangEngine
+from megasao.rollout.fleet import Fleet
 
 LONG_S = 120.0
 """Of waits that are not to end by themselves."""
@@ -34,7 +35,7 @@ def piece(
 
 
 class Misbehaving:
-    """Streams ``pieces``, then ``then``: end, drop the connection, or say nothing more."""
+    """Streams ``pieces``, then ``then``: end, drop the connection, say nothing more, or end when it is asked to."""
 
     def __init__(self) -> None:
         self.pieces: list[dict[str, Any]] = [piece([3, 4]), piece([5, 6], finish="length")]
@@ -42,6 +43,7 @@ class Misbehaving:
         self.update: dict[str, Any] | None = {"success": True}
         self.calls: list[str] = []
         self.label = FIRST_LABEL
+        self._aborted = asyncio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
@@ -50,7 +52,8 @@ class Misbehaving:
         app.router.add_get("/model_info", self._info)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/update_weights_from_disk", self._update)
-        for path in ("/abort_request", "/pause_generation", "/continue_generation"):
+        app.router.add_post("/abort_request", self._abort)
+        for path in ("/pause_generation", "/continue_generation"):
             app.router.add_post(path, self._ok)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
@@ -64,6 +67,10 @@ class Misbehaving:
     async def _ok(self, request: web.Request) -> web.Response:
         self.calls.append(request.path)
         return web.json_response({})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self._aborted.set()
+        return await self._ok(request)
 
     async def _info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
@@ -82,6 +89,10 @@ class Misbehaving:
         await response.prepare(request)
         for message in self.pieces:
             await response.write(b"data: " + web.json_response(message).body + b"\n\n")  # type: ignore[operator]
+        if self.then == "abort":
+            await self._aborted.wait()
+            spans = [(self.label, 0, sum(len(message["output_ids"]) for message in self.pieces))]
+            await response.write(b"data: " + web.json_response(piece([], finish="abort", spans=spans)).body + b"\n\n")
         if self.then == "silence":
             await asyncio.sleep(600)
         if self.then == "drop":
@@ -110,3 +121,33 @@ def make_engine(
         start_timeout_s=start_timeout_s,
         update_timeout_s=update_timeout_s,
     )
+
+
+def with_fleet(
+    checkpoint: Path,
+    directory: Path,
+    servers: Sequence[Misbehaving],
+    retries: int,
+    body: Callable[[Fleet], Awaitable[Any]],
+    *,
+    routed: bool = False,
+    **options: Any,
+) -> Any:
+    """What ``body`` gives with a fleet of these; ``routed``: the first one is the router too."""
+
+    async def whole() -> Any:
+        async with AsyncExitStack() as stack:
+            urls = [await stack.enter_async_context(server.running()) for server in servers]
+            engines = [
+                make_engine(url, checkpoint, directory / str(number), **options) for number, url in enumerate(urls)
+            ]
+            for engine in engines:
+                engine.router = urls[0] if routed else None
+            fleet = Fleet(engines, checkpoint, staging=directory / "fleet", retries=retries, patience_s=300.0)
+            await fleet.start()
+            try:
+                return await asyncio.wait_for(body(fleet), 300)
+            finally:
+                await fleet.close()
+
+    return asyncio.run(whole())

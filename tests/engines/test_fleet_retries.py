@@ -2,14 +2,12 @@
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_checkpoints import load_tensors, make_checkpoint, moe_config
-from misbehaving_server import Misbehaving, make_engine, piece
+from misbehaving_server import Misbehaving, piece, with_fleet
 
 from megasao.rollout.engines.base import EngineError, GenerateRequest, GenerateResult, SamplingParams
 from megasao.rollout.fleet import Fleet
@@ -71,31 +69,6 @@ def play(checkpoint: Path, directory: Path, servers: list[Cutting], retries: int
         return await asyncio.create_task(fleet.generate(REQUEST), name="request")
 
     return with_fleet(checkpoint, directory, servers, retries, request, routed=routed)
-
-
-def with_fleet(
-    checkpoint: Path,
-    directory: Path,
-    servers: list[Cutting],
-    retries: int,
-    body: Callable[[Fleet], Awaitable[Any]],
-    *,
-    routed: bool = False,
-) -> Any:
-    async def whole() -> Any:
-        async with AsyncExitStack() as stack:
-            urls = [await stack.enter_async_context(server.running()) for server in servers]
-            engines = [make_engine(url, checkpoint, directory / str(number)) for number, url in enumerate(urls)]
-            for engine in engines:
-                engine.router = urls[0] if routed else None
-            fleet = Fleet(engines, checkpoint, staging=directory / "fleet", retries=retries, patience_s=300.0)
-            await fleet.start()
-            try:
-                return await asyncio.wait_for(body(fleet), 300)
-            finally:
-                await fleet.close()
-
-    return asyncio.run(whole())
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3, 8])

@@ -446,6 +446,27 @@ def test_episodes_of_a_server_that_died_spread_and_the_others_stay(idle: Callabl
     assert min(moved.count(url) for url in set(after)) > len(moved) / 5
 
 
+def test_a_server_may_go_again_before_whoever_waited_for_it_looks(idle: Callable[[int], Fleet]) -> None:
+    """After however many turns of the event loop."""
+
+    async def body(turns: int) -> str:
+        fleet = idle(1)
+        (replica,) = fleet._replicas.values()
+        replica.usable = False
+        waiting = asyncio.create_task(fleet._place("episode"))
+        await asyncio.sleep(0.01)
+        for usable in (True, False, True):
+            replica.usable = usable
+            async with fleet._changed:
+                fleet._changed.notify_all()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        return (await waiting).url
+
+    for turns in range(12):
+        assert asyncio.run(body(turns)) == "http://server-0"
+
+
 def test_episodes_leave_a_server_that_holds_far_more_than_its_share(idle: Callable[[int], Fleet]) -> None:
     """As when the others come back: at their next turns they go, until the rest is no more than 1.5 times its share."""
     names = [f"episode-{index}" for index in range(120)]
