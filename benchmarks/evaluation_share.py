@@ -35,6 +35,11 @@ class Measured:
     processors: dict[str, float]
     evaluations: int
 
+    @property
+    def per_processor_second(self) -> float:
+        """Rollouts for each second of a processor that the run got, whatever else the machine was doing."""
+        return self.rollouts_per_s / sum(self.processors.values())
+
 
 def processor_seconds(launcher: psutil.Process) -> dict[str, float]:
     """Of the roles under ``launcher`` until now, by the word after `megasao` on their command lines."""
@@ -102,20 +107,24 @@ def main() -> None:
                 shares = ", ".join(f"{role} {value:.2f}" for role, value in last.processors.items())
                 print(
                     f"evaluation.every={every}: {last.rollouts_per_s:.1f} rollouts a second, "
-                    f"{last.evaluations} evaluation episodes; processors: {shares}",
+                    f"{last.per_processor_second:.1f} a processor second, {last.evaluations} evaluation episodes; "
+                    f"processors: {shares}",
                     flush=True,
                 )
     rate = {every: median(one.rollouts_per_s for one in measured) for every, measured in found.items()}
     worker = {every: median(one.processors["rollout"] for one in measured) for every, measured in found.items()}
     total = median(sum(one.processors.values()) for one in found[1])
     share = (worker[1] - worker[0] * rate[1] / rate[0]) / total
+    work = {every: median(one.per_processor_second for one in measured) for every, measured in found.items()}
     print(
-        f"rollouts beside evaluations / without = {rate[1] / rate[0]:.3f}; "
-        f"evaluation took {share:.1%} of the processor time"
+        f"beside evaluations / without: {rate[1] / rate[0]:.3f} rollouts a second, {work[1] / work[0]:.3f} a processor "
+        f"second; evaluation took {share:.1%} of the processor time"
     )
     if given.json is not None:
         numbers = {str(every): [asdict(one) for one in measured] for every, measured in found.items()}
-        given.json.write_text(json.dumps({**numbers, "ratio": rate[1] / rate[0], "share": share}))
+        given.json.write_text(
+            json.dumps({**numbers, "ratio": rate[1] / rate[0], "work": work[1] / work[0], "share": share})
+        )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from megasao.config.rundir import RunDirectory
 from megasao.environments.benchmarks.background import background_benchmarks
 from megasao.environments.benchmarks.sources import fingerprint, locate
 from megasao.environments.benchmarks.table import BENCHMARKS, markdown_table
+from megasao.environments.mathematics import BOXED_PROMPT
 from megasao.environments.rows import load_problems
 from megasao.environments.sandbox import bubblewrap
 from megasao.evaluation.command import choose, run_evaluation, subject
@@ -341,7 +342,9 @@ def test_checkpoints_are_told_apart(place, tmp_path):
 
 
 def test_the_table_in_the_docs_is_the_one_that_is_used():
-    assert markdown_table() in DOCS.read_text(encoding="utf-8")
+    docs = DOCS.read_text(encoding="utf-8")
+    assert markdown_table() in docs
+    assert "\n".join(f"    {line}" if line else "" for line in BOXED_PROMPT.split("\n")) in docs
 
 
 @pytest.mark.parametrize(
