@@ -24,6 +24,7 @@ from megasao.observability.jsonl import read_metrics
 ROOT = Path(__file__).parents[1]
 FIRST = 15
 """The step from which is counted: the critic's warm-up is over, and the evaluation at the beginning too."""
+MODEL = "model"
 ROLES = ("trainer", "rollout", "controller")
 
 
@@ -55,13 +56,14 @@ def processor_seconds(launcher: psutil.Process) -> dict[str, float]:
     return found
 
 
-def measure(directory: Path, model: Path, every: int, steps: int) -> Measured:
-    """One run to its end."""
+def measure(directory: Path, every: int, steps: int) -> Measured:
+    """One run to its end. The first one makes the model's warm start, and the others begin with its result."""
+    earlier = sorted(directory.glob("*/sft/config.json"))
+    warm = [f"model.path={earlier[0].parent}", "sft=null"] if earlier else []
     changes = [
         f"run.directory={directory}",
         f"run.name=every-{every}-{time.monotonic_ns()}",
-        f"model.path={model}",
-        "sft.steps=200",
+        *(warm or [f"model.path={directory / MODEL}", "sft.steps=200"]),
         f"loop.steps={steps}",
         f"evaluation.every={every}",
     ]
@@ -97,12 +99,11 @@ def main() -> None:
     given = parser.parse_args()
     found: dict[int, list[Measured]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory() as name:
-        model, runs = Path(name) / "model", Path(name) / "runs"
-        runs.mkdir()
-        subprocess.run([sys.executable, str(ROOT / "tools" / "make_laptop_model.py"), str(model)], check=True)
+        runs = Path(name)
+        subprocess.run([sys.executable, str(ROOT / "tools" / "make_laptop_model.py"), str(runs / MODEL)], check=True)
         for _ in range(given.repeats):
             for every, measured in found.items():
-                measured.append(measure(runs, model, every, given.steps))
+                measured.append(measure(runs, every, given.steps))
                 last = measured[-1]
                 shares = ", ".join(f"{role} {value:.2f}" for role, value in last.processors.items())
                 print(
