@@ -6,6 +6,8 @@ VENV := .venv
 SGLANG_VENV := .venv-sglang
 # So has OpenEnv, whose servers are only spoken to: 66 packages that nothing else here needs.
 OPENENV_VENV := .venv-openenv
+# And what tests of FP8 compare with, beside .venv: in it every process would import accelerate with transformers.
+QUANTIZERS := build/quantizers
 # And verifiers, in whose environment one test file runs; it sees the packages of .venv too.
 VERIFIERS_VENV := .venv-verifiers
 BIN := $(VENV)/bin
@@ -16,7 +18,7 @@ SEED ?= 0
 RUN ?= laptop-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 DEMO_MODEL := build/laptop_model-$(SEED)
 
-.PHONY: setup setup-sglang setup-openenv setup-verifiers sandbox slurm extras chat-templates demo demo-reasoning demo-code test test-full lint clean
+.PHONY: setup setup-sglang setup-openenv setup-quantizers setup-verifiers sandbox slurm extras chat-templates demo demo-reasoning demo-code test test-full lint clean
 
 setup: $(VENV)/.ready
 
@@ -39,6 +41,9 @@ $(SGLANG_VENV)/.ready: tools/sglang-cpu.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7
 	@$(SGLANG_VENV)/bin/python -m pip install --quiet sglang-router==0.3.2 \
 		|| echo "note: sglang-router was not installed; its test is skipped"
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps prometheus_client==0.26.0 \
+		mooncake-transfer-engine-non-cuda==0.3.13.post1 \
+		|| echo "note: mooncake was not installed; the test with prefill and decoding apart is skipped"
 	touch $@
 
 setup-openenv: $(OPENENV_VENV)/.ready
@@ -48,6 +53,13 @@ $(OPENENV_VENV)/.ready:
 	$(PYTHON) -m venv $(OPENENV_VENV)
 	$(OPENENV_VENV)/bin/python -m pip install --quiet fastapi==0.165.0 fastmcp==4.2.3 uvicorn==0.54.0
 	$(OPENENV_VENV)/bin/python -m pip install --quiet --no-deps openenv-core==0.3.0
+	touch $@
+
+setup-quantizers: $(QUANTIZERS)/.ready
+
+$(QUANTIZERS)/.ready: tools/quantizers.txt | setup
+	rm -rf $(QUANTIZERS)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(QUANTIZERS) -r tools/quantizers.txt
 	touch $@
 
 setup-verifiers: $(VERIFIERS_VENV)/.ready
@@ -84,7 +96,7 @@ lint: setup slurm
 	$(BIN)/ruff check setup.py csrc megasao tests tools benchmarks
 	$(BIN)/ruff format --check setup.py csrc megasao tests tools benchmarks
 	$(BIN)/mypy
-	@if command -v shellcheck >/dev/null; then shellcheck -x slurm/*.sh tools/*.sh; \
+	@if command -v shellcheck >/dev/null; then shellcheck -x slurm/*.sh tools/*.sh .ci/run .ci/missing; \
 	else echo 'shellcheck is not installed: shell scripts were not checked'; fi
 
 # Untrusted code runs in bubblewrap, or in containers. Where they are missing and cannot be installed, their tests are
@@ -115,10 +127,11 @@ build/chat_templates/.ready: tools/chat_templates.py | setup
 	rm build/chat_templates/xinference-*.whl
 	touch $@
 
-# Where SGLang cannot be installed its tests are skipped, and say so; continuous integration (.ci/run) insists on it.
+# What cannot be installed has its tests skipped, and says so; continuous integration (.ci/run) insists on .ci/needed.
 test: lint sandbox extras
 	-$(MAKE) setup-sglang
 	-$(MAKE) setup-openenv
+	-$(MAKE) setup-quantizers
 	-$(MAKE) setup-verifiers
 	$(BIN)/python -m pytest
 
@@ -126,6 +139,7 @@ test: lint sandbox extras
 test-full: lint sandbox extras
 	-$(MAKE) setup-sglang
 	-$(MAKE) setup-openenv
+	-$(MAKE) setup-quantizers
 	-$(MAKE) setup-verifiers
 	$(BIN)/python -m pytest -m ""
 

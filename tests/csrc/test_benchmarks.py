@@ -17,7 +17,7 @@ def run(script: str, *arguments: str) -> str:
         [sys.executable, str(ROOT / "benchmarks" / script), *arguments],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
@@ -48,8 +48,9 @@ def test_logprobs(tmp_path: Path) -> None:
 def test_weights(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     assert "paused: embedded" in run("weights.py", "--gb=0.005", "--repeats=1", "--json", str(report))
-    rows = json.loads(report.read_text())[0]["rows"]
-    assert set(rows) == {"stream", "disk", "distributed", "bare gloo broadcast", "bare file write"}
+    found = json.loads(report.read_text())[0]
+    assert set(found["rows"]) == {"stream", "disk", "distributed", "embedded", "bare gloo broadcast", "bare file write"}
+    assert set(found["parts"]) == {"collectives", "copy and checksums", "receiver's checksums", "messages"}
 
 
 def test_training_step(tmp_path: Path) -> None:

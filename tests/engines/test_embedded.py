@@ -243,7 +243,11 @@ def test_a_damaged_file_and_a_cache_without_memory_are_told(checkpoint: Path, tm
     (damaged / "model.safetensors").write_bytes(bytes(100))
     for path, tokens, reason in (
         (damaged, MAX_TOTAL, r"model\.safetensors is damaged or cut off"),
-        (checkpoint, 10**12, r"rollout\.embedded\.slots: keys and values of 2 requests .* do not fit into memory"),
+        (
+            checkpoint,
+            10**12,
+            r"rollout\.embedded\.slots: what attention keeps of 2 requests .* does not fit into memory",
+        ),
     ):
         engine = EmbeddedEngine(path, EmbeddedEngineConfig(slots=2), max_total_tokens=tokens, seed=0)
         with pytest.raises(ValueError, match=reason):

@@ -58,7 +58,7 @@ def place(tmp_path_factory):
 
 def small_site(place):
     """Where the instances of the sample rows run."""
-    small = {"time_s": 10.0, "test_time_s": 60.0, "memory_mb": 512, "processes": 64, "disk_mb": 32}
+    small = {"time_s": 60.0, "test_time_s": 200.0, "memory_mb": 512, "processes": 64, "disk_mb": 32}
     sandbox = "none" if bubblewrap._why_not() else "bubblewrap"
     return {"repositories": str(place / "data" / "repositories"), "sandbox": sandbox, **small}
 
