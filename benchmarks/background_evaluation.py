@@ -194,7 +194,7 @@ def measure(directory: Path, seconds: float, turn_s: float | None, *, evaluating
             "loop": {"steps": 10**6, "batch_size": BATCH, "max_lag": 10**6},
             "buffer": {"max_trajectories": 128},
             "rollout": {"concurrency": 32},
-            "evaluation": {"problems": 256, "sampled": False, "concurrency": 32},
+            "evaluation": {"problems": 256, "concurrency": 32},
         }
     )
     run = RunDirectory(directory / "run")

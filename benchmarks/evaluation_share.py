@@ -24,6 +24,7 @@ from megasao.observability.jsonl import read_metrics
 ROOT = Path(__file__).parents[1]
 FIRST = 15
 """The step from which is counted: the critic's warm-up is over, and the evaluation at the beginning too."""
+MODEL = "model"
 ROLES = ("trainer", "rollout", "controller")
 
 
@@ -34,6 +35,11 @@ class Measured:
     rollouts_per_s: float
     processors: dict[str, float]
     evaluations: int
+
+    @property
+    def per_processor_second(self) -> float:
+        """Rollouts for each second of a processor that the run got, whatever else the machine was doing."""
+        return self.rollouts_per_s / sum(self.processors.values())
 
 
 def processor_seconds(launcher: psutil.Process) -> dict[str, float]:
@@ -50,13 +56,14 @@ def processor_seconds(launcher: psutil.Process) -> dict[str, float]:
     return found
 
 
-def measure(directory: Path, model: Path, every: int, steps: int) -> Measured:
-    """One run to its end."""
+def measure(directory: Path, every: int, steps: int) -> Measured:
+    """One run to its end. The first one makes the model's warm start, and the others begin with its result."""
+    earlier = sorted(directory.glob("*/sft/config.json"))
+    warm = [f"model.path={earlier[0].parent}", "sft=null"] if earlier else []
     changes = [
         f"run.directory={directory}",
         f"run.name=every-{every}-{time.monotonic_ns()}",
-        f"model.path={model}",
-        "sft.steps=200",
+        *(warm or [f"model.path={directory / MODEL}", "sft.steps=200"]),
         f"loop.steps={steps}",
         f"evaluation.every={every}",
     ]
@@ -92,30 +99,33 @@ def main() -> None:
     given = parser.parse_args()
     found: dict[int, list[Measured]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory() as name:
-        model, runs = Path(name) / "model", Path(name) / "runs"
-        runs.mkdir()
-        subprocess.run([sys.executable, str(ROOT / "tools" / "make_laptop_model.py"), str(model)], check=True)
+        runs = Path(name)
+        subprocess.run([sys.executable, str(ROOT / "tools" / "make_laptop_model.py"), str(runs / MODEL)], check=True)
         for _ in range(given.repeats):
             for every, measured in found.items():
-                measured.append(measure(runs, model, every, given.steps))
+                measured.append(measure(runs, every, given.steps))
                 last = measured[-1]
                 shares = ", ".join(f"{role} {value:.2f}" for role, value in last.processors.items())
                 print(
                     f"evaluation.every={every}: {last.rollouts_per_s:.1f} rollouts a second, "
-                    f"{last.evaluations} evaluation episodes; processors: {shares}",
+                    f"{last.per_processor_second:.1f} a processor second, {last.evaluations} evaluation episodes; "
+                    f"processors: {shares}",
                     flush=True,
                 )
     rate = {every: median(one.rollouts_per_s for one in measured) for every, measured in found.items()}
     worker = {every: median(one.processors["rollout"] for one in measured) for every, measured in found.items()}
     total = median(sum(one.processors.values()) for one in found[1])
     share = (worker[1] - worker[0] * rate[1] / rate[0]) / total
+    work = {every: median(one.per_processor_second for one in measured) for every, measured in found.items()}
     print(
-        f"rollouts beside evaluations / without = {rate[1] / rate[0]:.3f}; "
-        f"evaluation took {share:.1%} of the processor time"
+        f"beside evaluations / without: {rate[1] / rate[0]:.3f} rollouts a second, {work[1] / work[0]:.3f} a processor "
+        f"second; evaluation took {share:.1%} of the processor time"
     )
     if given.json is not None:
         numbers = {str(every): [asdict(one) for one in measured] for every, measured in found.items()}
-        given.json.write_text(json.dumps({**numbers, "ratio": rate[1] / rate[0], "share": share}))
+        given.json.write_text(
+            json.dumps({**numbers, "ratio": rate[1] / rate[0], "work": work[1] / work[0], "share": share})
+        )
 
 
 if __name__ == "__main__":

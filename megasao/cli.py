@@ -195,7 +195,7 @@ def evaluate(
             from megasao.evaluation.results import results_table
 
             if not directories:
-                raise UserError("eval table: expected at least one result directory")
+                raise UserError("eval table: expected at least one directory, of a result or of a run")
             typer.echo(results_table([Path(directory) for directory in directories]))
         case [config_file, *overrides]:
             from megasao.config.load import load_config

@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from megasao.config.errors import UserError
+from megasao.config.rundir import RunDirectory
 from megasao.environments.benchmarks.table import BENCHMARKS
 from megasao.evaluation.records import Manifest, Record, ResultDirectory
 from megasao.evaluation.statistics import Estimate, compare, estimate, majority, pass_at
+from megasao.observability.record import by_mode, read_evaluations
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,17 @@ def compare_results(a: Path, b: Path) -> list[str]:
 
 
 def results_table(directories: Sequence[Path]) -> str:
-    """A Markdown table: benchmarks down, results across, the best of a line in bold; mean over samples, in per cent."""
-    results = {directory.name: load_results(directory) for directory in directories}
+    """A Markdown table: benchmarks down, results across, the best of a line in bold; mean over samples, in per cent.
+
+    A directory is a result of ``megasao eval``, or a run: then the last evaluation of each benchmark in its background.
+    UserError where there is neither.
+    """
+    results = {directory.name: _percents(directory) for directory in directories}
     if len(results) < len(directories):
-        raise UserError("two of the result directories have the same name, which the table is headed with")
+        raise UserError("two of the directories have the same name, which the table is headed with")
     lines = ["| benchmark | " + " | ".join(results) + " |", "|---" * (len(results) + 1) + "|"]
     for name in BENCHMARKS:
-        cells = [_percent(found.get(name)) for found in results.values()]
+        cells = [found.get(name) for found in results.values()]
         numbers = [cell for cell in cells if cell is not None]
         if numbers:
             best = max(numbers)
@@ -113,9 +119,20 @@ def results_table(directories: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-def _percent(result: Result | None) -> float | None:
-    means = list(result.means().values()) if result is not None else []
-    return round(100 * sum(means) / len(means), 1) if means else None
+def _percents(directory: Path) -> dict[str, float]:
+    """By benchmark, where anything was graded."""
+    run = RunDirectory(directory)
+    if not run.evaluations.is_file():
+        means = {name: list(result.means().values()) for name, result in load_results(directory).items()}
+        return {name: round(100 * sum(of_one) / len(of_one), 1) for name, of_one in means.items() if of_one}
+    evaluations = read_evaluations(run)
+    found = {name: round(100 * rows[-1]["success"], 1) for name in BENCHMARKS if (rows := by_mode(evaluations, name))}
+    if not found:
+        raise UserError(
+            f"{run.evaluations} has results of no benchmark; name some in evaluation.benchmarks, or measure the run's "
+            "policy with `megasao eval --run`"
+        )
+    return found
 
 
 def _over(result: Result, k: int, value: Callable[[list[Record]], float]) -> Estimate:

@@ -14,6 +14,7 @@ from megasao.config.rundir import RunDirectory
 from megasao.environments.benchmarks.background import background_benchmarks
 from megasao.environments.benchmarks.sources import fingerprint, locate
 from megasao.environments.benchmarks.table import BENCHMARKS, markdown_table
+from megasao.environments.mathematics import BOXED_PROMPT
 from megasao.environments.rows import load_problems
 from megasao.environments.sandbox import bubblewrap
 from megasao.evaluation.command import choose, run_evaluation, subject
@@ -225,6 +226,28 @@ def test_summaries_comparisons_and_tables_are_those_of_the_records(place, tmp_pa
         results_table([tmp_path / "A", tmp_path / "A"])
 
 
+def test_runs_stand_in_the_table_with_the_last_evaluation_of_each_benchmark(place, tmp_path):
+    def write(name, *lines):
+        run = RunDirectory(tmp_path / name)
+        run.path.mkdir()
+        rows = [{"mode": mode, "step": step, "success": success} for mode, step, success in lines]
+        run.evaluations.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"mode": "gsm8k", "succ')
+        return run.path
+
+    one = write("one", ("gsm8k", 0, 0.1), ("greedy", 5, 1.0), ("gsm8k", 5, 0.625), ("math500", 5, 0.25))
+    other = write("other", ("gsm8k", 5, 0.5), ("math500", 5, None))
+    assert results_table([one, other]).splitlines() == [
+        "| benchmark | one | other |",
+        "|---|---|---|",
+        "| math500 | **25.0** | – |",
+        "| gsm8k | **62.5** | 50.0 |",
+    ]
+    with pytest.raises(
+        UserError, match=r"none/evaluations\.jsonl has results of no benchmark; name some in evaluation"
+    ):
+        results_table([write("none", ("greedy", 5, 1.0))])
+
+
 def test_a_file_that_is_cut_off_is_named_and_can_be_removed(tmp_path):
     directory = ResultDirectory(tmp_path)
     for number in range(3):
@@ -341,7 +364,9 @@ def test_checkpoints_are_told_apart(place, tmp_path):
 
 
 def test_the_table_in_the_docs_is_the_one_that_is_used():
-    assert markdown_table() in DOCS.read_text(encoding="utf-8")
+    docs = DOCS.read_text(encoding="utf-8")
+    assert markdown_table() in docs
+    assert "\n".join(f"    {line}" if line else "" for line in BOXED_PROMPT.split("\n")) in docs
 
 
 @pytest.mark.parametrize(
