@@ -23,7 +23,7 @@ from tests.megatron.tiny_families import write_tiny_family
 from tests.slurm.cluster import Cluster, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB_S = 150.0
+JOB_S = 240.0
 STEPS = 8
 MAX_TOKENS = 96
 SETTLE_S = 5.0
@@ -140,7 +140,7 @@ class Job:
 
     def wait_until_gone(self, except_on: str | None = None) -> None:
         """Nothing of the job is alive."""
-        wait_until(lambda: self.left_over(except_on) == [], 30, lambda: f"left: {self.left_over(except_on)}")
+        wait_until(lambda: self.left_over(except_on) == [], 120, lambda: f"left: {self.left_over(except_on)}")
 
     def processes(self) -> list[psutil.Process]:
         """What Slurm has started for this job, on any node, the launcher and its srun among them."""
@@ -220,7 +220,7 @@ def script(cluster: Cluster, site: Path, name: str, *words: str, cwd: Path = ROO
         env=_environment(cluster, site),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -190,6 +190,9 @@ def _read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     for name in files:
         if not (path / name).is_file():
             raise ValueError(f"{path} is not a complete Hugging Face checkpoint: it has no {name}")
-        with safe_open(path / name, framework="pt") as file:
-            tensors.update({key: file.get_tensor(key) for key in file.keys() if key not in ignored})  # noqa: SIM118
+        try:
+            with safe_open(path / name, framework="pt") as file:
+                tensors.update({key: file.get_tensor(key) for key in file.keys() if key not in ignored})  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path / name} is damaged or cut off ({error}); write the checkpoint again") from error
     return tensors

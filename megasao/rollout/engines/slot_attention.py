@@ -38,13 +38,23 @@ class SlotCache:
         self._kept: dict[tuple[int, str], torch.Tensor] = {}
 
     def write(self, layer: int, kind: str, new: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Put ``new`` [N, ...] at ``places`` [N], counted over all slots; everything that is kept of this kind."""
+        """Put ``new`` [N, ...] at ``places`` [N], counted over all slots; everything that is kept of this kind.
+
+        ValueError if there is no memory for it."""
         kept = self._kept.get((layer, kind))
         if kept is None:
-            kept = new.new_zeros(self.slots, self.max_tokens, *new.shape[1:])
-            self._kept[layer, kind] = kept
+            kept = self._kept[layer, kind] = self._room(new)
         kept.view(-1, *new.shape[1:]).index_copy_(0, places, new)
         return kept
+
+    def _room(self, new: torch.Tensor) -> torch.Tensor:
+        try:
+            return new.new_zeros(self.slots, self.max_tokens, *new.shape[1:])
+        except (RuntimeError, MemoryError) as error:
+            raise ValueError(
+                f"rollout.embedded.slots: what attention keeps of {self.slots} requests with up to {self.max_tokens} "
+                "tokens each does not fit into memory; use fewer slots, or fewer tokens"
+            ) from error
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:
