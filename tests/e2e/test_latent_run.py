@@ -7,8 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megasao.config.architecture import read_hf_config
-from megasao.families.routing import Routing
 from megasao.studies.tiny_model import write_tokenizer
 from megasao.trajectories.journal import Journal
 from tests.e2e import runs
@@ -20,12 +18,10 @@ STEPS, NEAR_TIE = 5, 2e-6
 
 
 def rows_of(run: runs.RunDirectory) -> list[dict[str, Any]]:
-    names = ("tokens", "action_mask", "rollout_logprobs", "weight_versions", "routed_experts")
-    columns = [[] for _ in names]  # type: list[list[Any]]
-    for batch, _ in Journal(run.journal).recover():
-        for column, name in zip(columns, names, strict=True):
-            column += batch.column(name).to_pylist()
-    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    """All trajectories, by column."""
+    names = ["tokens", "action_mask", "rollout_logprobs", "weight_versions"]
+    batches = [batch for batch, _ in Journal(run.journal).recover()]
+    return [row for batch in batches for row in batch.select(names).to_pylist()]
 
 
 def largest(rows: list[dict[str, Any]], model: Path, started_from: Path) -> tuple[float, int]:
@@ -45,13 +41,13 @@ def largest(rows: list[dict[str, Any]], model: Path, started_from: Path) -> tupl
 
 
 def test_an_asynchronous_run_of_latent_attention(tmp_path: Path) -> None:
-    """16 of up to 64 keys; experts replayed; new weights, by which running episodes are computed again."""
+    """16 of up to 64 keys; new weights at any time, by which running episodes are computed again: then trainer and
+    engine compute the same, if the trainer does not repeat which experts the older weights chose."""
     model = write_tiny_family(tmp_path / "model", "glm_moe_dsa", index_topk=16, **SHORT_LATENT)
     write_tokenizer(model)
     config = runs.write_config(
         tmp_path / "config.yaml",
         model,
-        actor={"optimizer": {"lr": 1e-3}, "router_replay": True},
         loop={"steps": STEPS, "batch_size": 8, "max_lag": 1},
         rollout={"concurrency": 8, "embedded": {"slots": 8, "kv_after_update": "recompute"}},
         evaluation={"problems": 4, "every": 0, "sampled": False},
@@ -61,22 +57,19 @@ def test_an_asynchronous_run_of_latent_attention(tmp_path: Path) -> None:
     lines = runs.steps(run)
     assert [line["weight_version"] for line in lines] == list(range(STEPS))
 
-    # Tokens of the step's own weights: the first trained step has no others. A near-tie may spoil a step or two.
+    # Tokens of the step's own weights; older ones are off by more than 1. A near-tie may spoil a step or two.
     seen = [line["actor/current_log_ratio_abs_max"] for line in lines[1:]]
-    seen = [each for each in seen if each is not None]
-    assert seen and sorted(seen)[(len(seen) - 1) // 2] < 1e-5, seen
+    assert seen[0] is not None, "the first trained step has no other tokens"
+    assert sum(each is not None and each > 1e-5 for each in seen) <= 2, seen
 
     rows = rows_of(run)
-    versions = {version for row in rows for _, version in row["weight_versions"]}
-    assert max(versions) >= STEPS - 3, "with a lag of one the last step cannot have older ones"
-    first = [row for row in rows if [version for _, version in row["weight_versions"]] == [0]]
+    versions = [[span["version"] for span in row["weight_versions"]] for row in rows]
+    assert max(map(max, versions)) >= STEPS - 3, "with a lag of one the last step cannot have older ones"
+    first = [row for row, found in zip(rows, versions, strict=True) if found == [0]]
     off, tokens = largest(first, model, model)
     assert tokens > 20 and off < 1e-5
     assert largest(first, run.final_policy, model)[0] > 1e-2, "other weights are noticed"
 
-    routing = Routing.of(read_hf_config(model))
-    assert routing is not None and routing.layers == 3
-    assert all(routing.decode(row["routed_experts"], len(row["tokens"])).any() for row in rows)
     before, after = (load_file(path / "model.safetensors") for path in (model, run.final_policy))
     assert before.keys() == after.keys()
     carried = [name for name in before if name.startswith("model.layers.4.")]
