@@ -142,8 +142,11 @@ class RunDirectory:
         return Path(config.buffer.payload_directory) / self._own_name(config) / name
 
     def _own_name(self, config: Config) -> str:
-        """Of this run among all that share a directory outside their own, also those of the same name."""
-        place = zlib.crc32(str(self.path.absolute()).encode())
+        """Of this run among all that share a directory outside their own, also those of the same name.
+
+        The same for all spellings of the run's place; links stay as they are, which nodes may see differently.
+        """
+        place = zlib.crc32(os.path.abspath(self.path).encode())
         return f"{config.run.name}-{place:08x}"
 
     def published(self, config: Config) -> Path:
