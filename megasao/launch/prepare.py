@@ -29,6 +29,8 @@ SAFE_TO_CHANGE = (
     "supervision",
     "slurm",
     "weights",
+    "plan",  # it and simulate are read by commands of their own; the plan's fleet must be that of slurm
+    "simulate",
 )
 _SAME_BY_CONSTRUCTION = ("run.directory",)  # may be spelled another way for the same place
 _LOCK = "lock"

@@ -94,6 +94,9 @@ def test_resume_may_change_what_is_safe(tmp_path: Path) -> None:
         "benchmarks.samples=2",
         "supervision.max_restarts=1",
         "weights.transport=disk",
+        "plan.rollout_gpus=16",
+        "slurm.rollout_nodes=1",
+        "slurm.gpus_per_node=16",
     )
     with prepared_run(changed, resume=True) as run:
         assert load_config(run.config) == changed
