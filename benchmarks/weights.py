@@ -1,9 +1,11 @@
 """Time of a weight update: ``python benchmarks/weights.py [--gb 0.01 1] [--sglang .venv-sglang/bin/python]``.
 
-A random bfloat16 llama on two trainer ranks (TP2) is published to one receiver over every transport. In the same run:
-the same bytes by a bare gloo broadcast between the two ranks, and as a bare write of files by both (with fsync). Then
-the time in which an engine samples nothing: from commit to committed, the engine idle. Seconds are wall time, the best
-of the repeats; ``held`` is how long the trainer's ranks wait. ``--json FILE`` also writes the numbers.
+A random bfloat16 llama on two trainer ranks (TP2) is published to one receiver over every transport. In the same run,
+in turn with them: the same bytes by a bare gloo broadcast between the two ranks, and as a bare write of files by both
+(with fsync). Seconds are wall time, the median of the repeats; ``held`` is how long the trainer's ranks wait. Then what
+an update cannot do without, each part alone: the ranks' collectives; their copy, with checksums; the receiver's
+checksums; the four messages of a version without bytes. At last the time in which an engine samples nothing: from
+commit to committed, the engine idle. ``--json FILE`` also writes the numbers.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import asyncio
 import itertools
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -68,8 +71,15 @@ def rank_main(directory: Path, addresses: Sequence[str], repeats: int) -> None:
     from torch import distributed
 
     from megasao.config.weights import WeightsConfig
+    from megasao.megatron.bridge.share import RankShare
     from megasao.megatron.models import build_model
-    from megasao.training.publishing import DiskPublishing, DistributedPublishing, Publishing, StreamPublishing
+    from megasao.training.publishing import (
+        DiskPublishing,
+        DistributedPublishing,
+        EmbeddedPublishing,
+        Publishing,
+        StreamPublishing,
+    )
     from megasao.training.world import trainer_world
     from megasao.weights.publisher import WeightPublisher
 
@@ -87,13 +97,12 @@ def rank_main(directory: Path, addresses: Sequence[str], repeats: int) -> None:
                 directory / "published", WeightsConfig(bucket_bytes=BUCKET), topology, publisher(addresses[1])
             ),
             "distributed": DistributedPublishing("127.0.0.1", config, topology, publisher(addresses[2])),
+            "embedded": EmbeddedPublishing(config, topology, publisher(addresses[3])),
         }
-        rows: dict[str, Any] = {}
-        for name, way in ways.items():
-            versions = itertools.count()
+        versions = itertools.count()
+        for way in ways.values():
             while not _publish(way, next(versions), model, topology)[2]:
                 time.sleep(0.2)  # until the receiver is there
-            rows[name] = min(_publish(way, next(versions), model, topology)[:2] for _ in range(repeats))
         flat = torch.zeros(total, dtype=torch.uint8)
 
         def broadcast() -> None:
@@ -108,11 +117,59 @@ def rank_main(directory: Path, addresses: Sequence[str], repeats: int) -> None:
                 os.fsync(stream.fileno())
             file.unlink()
 
-        for name, bare in (("bare gloo broadcast", broadcast), ("bare file write", write)):
-            rows[name] = min(_timed(bare, topology) for _ in range(repeats))
+        bare = {"bare gloo broadcast": broadcast, "bare file write": write}
+        found: dict[str, list[tuple[float, float]]] = {}
+        for _ in range(repeats + 1):
+            for name, way in ways.items():
+                found.setdefault(name, []).append(_publish(way, next(versions), model, topology)[:2])
+            for name, work in bare.items():
+                found.setdefault(name, []).append(_timed(work, topology))
+        rows = {name: _medians(times[1:]) for name, times in found.items()}  # without the first
+        parts = _parts(ways["embedded"], next(versions), RankShare(model, BUCKET), topology, repeats)
         for way in ways.values():
             way.close()
-    print(json.dumps({"gb": total / 1e9, "rows": rows}))
+    print(json.dumps({"gb": total / 1e9, "rows": rows, "parts": parts}))
+
+
+def _parts(way: Any, version: int, share: Any, topology: Any, repeats: int) -> dict[str, float]:
+    """Seconds of what no update can do without, each alone."""
+    import torch
+
+    from megasao.megatron.bridge.share import ShareCopy
+    from megasao.megatron.runtime import gather_numbers
+    from megasao.weights.mapped import MappedWeights
+    from megasao.weights.shared import bucket_sum
+
+    memory = ShareCopy(share, torch.zeros(share.total_bytes, dtype=torch.uint8))
+    whole = torch.zeros(share.total_bytes * RANKS, dtype=torch.uint8)
+    versions = itertools.count(version)
+
+    def collectives() -> None:
+        topology.barrier()
+        gather_numbers([0] * 5)
+
+    def sums() -> None:
+        if topology.rank == 0:
+            for piece in whole.split(BUCKET):
+                bucket_sum(piece.numpy())
+
+    def messages() -> None:
+        if way.publisher is not None:
+            way.publisher.publish_elsewhere(MappedWeights(next(versions), []))
+            assert way.publisher.wait().engines
+
+    parts = {
+        "collectives": collectives,
+        "copy and checksums": memory.fill,
+        "receiver's checksums": sums,
+        "messages": messages,
+    }
+    found = {name: [_timed(work, topology) for _ in range(repeats + 1)] for name, work in parts.items()}
+    return {name: _medians(times[1:])[0] for name, times in found.items()}
+
+
+def _medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return statistics.median(first for first, _ in times), statistics.median(second for _, second in times)
 
 
 def _publish(way: Any, version: int, model: Any, topology: Any) -> tuple[float, float, bool]:
@@ -129,7 +186,7 @@ def _publish(way: Any, version: int, model: Any, topology: Any) -> tuple[float, 
     return seconds, held, taken == b"yes"
 
 
-def _timed(work: Callable[[], None], topology: Any) -> tuple[float, float]:
+def _timed(work: Callable[[], object], topology: Any) -> tuple[float, float]:
     topology.barrier()
     start = time.perf_counter()
     work()
@@ -144,7 +201,7 @@ async def publish_everything(directory: Path, repeats: int) -> Any:
     from megasao.weights.receiver import WeightReceiver
 
     config = make_config(directory)
-    addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(3)]
+    addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(4)]
     receivers = [
         WeightReceiver(address, NullSink(), identity=b"engine", config=config.transport) for address in addresses
     ]
@@ -171,40 +228,78 @@ async def pauses(directory: Path, sglang: Path | None, repeats: int) -> dict[str
     finally:
         await embedded.close()
     if sglang is not None:
-        found["sglang"] = await _sglang_pause(directory, sglang, repeats)
+        found |= await _sglang_pauses(directory, sglang, repeats)
     return found
 
 
-async def _sglang_pause(directory: Path, python: Path, repeats: int) -> float:
+async def _sglang_pauses(directory: Path, python: Path, repeats: int) -> dict[str, float]:
+    """Of a server that loads a published directory, and one that its node has from the ranks' memory."""
     from megasao.config.rundir import RunDirectory
     from megasao.launch.ports import free_ports
     from megasao.rollout import server
     from megasao.rollout.engines.sglang import SGLangEngine
+    from megasao.weights.nodes import NodeWeights, ServerNodes
 
     config = make_config(directory, engine="sglang", sglang={"python": str(python)})
-    run, (port,) = RunDirectory(directory / "run"), free_ports(1)
-    run.engine("engine").mkdir(parents=True, exist_ok=True)
+    run, (port,), name = RunDirectory(directory / "run"), free_ports(1), "engine-0-0"
+    run.engine(name).mkdir(parents=True, exist_ok=True)
     url = f"http://127.0.0.1:{port}"
-    process = server.start(run, config, "engine", url)
-    options = {"max_total_tokens": 64, "seed": 0, "start_timeout_s": 240.0, "update_timeout_s": 120.0}
-    engine = SGLangEngine(url, directory / "hf", config.rollout.sglang, staging=run.staging("engine"), **options)
-    starting = asyncio.create_task(engine.start())
+    process = server.start(run, config, server.Part(name, url, {}))
+    found = {}
     try:
-        while not starting.done():
-            if process.poll() is not None:
-                raise SystemExit(f"the SGLang server ended with code {process.returncode}; its last lines are above")
-            await asyncio.sleep(0.2)
-        starting.result()
-        return await _commit(engine, directory, repeats)
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+            nodes = ServerNodes(Path(memory) / "node", [directory / "node.json"])
+            await _write_on_node(directory, nodes)
+            for kind, weights, at in (("disk", None, None), ("distributed", NodeWeights(_LABEL), nodes)):
+                engine = SGLangEngine(
+                    url,
+                    directory / "hf",
+                    config.rollout.sglang,
+                    staging=run.staging(kind),
+                    max_total_tokens=64,
+                    seed=0,
+                    start_timeout_s=240.0,
+                    update_timeout_s=120.0,
+                    nodes=at,
+                )
+                starting = asyncio.create_task(engine.start())
+                try:
+                    while not starting.done():
+                        if process.poll() is not None:
+                            raise SystemExit(f"the SGLang server ended with {process.returncode}; see above")
+                        await asyncio.sleep(0.2)
+                    starting.result()
+                    found[f"sglang, {kind}"] = await _commit(engine, directory, repeats, weights)
+                finally:
+                    starting.cancel()
+                    await engine.close()
     finally:
-        starting.cancel()
-        await engine.close()
         process.kill()
         process.wait()
+    return found
 
 
-async def _commit(engine: Any, directory: Path, repeats: int) -> float:
-    """The best of some updates from the last published directory."""
+_LABEL = "1.benchmark"
+
+
+async def _write_on_node(directory: Path, nodes: Any) -> None:
+    """The published version, as a server's node writes what it has from the ranks."""
+    import numpy as np
+
+    from megasao.rollout.engines.sglang_weights import read_layout
+    from megasao.weights.flat import pack
+    from megasao.weights.nodes import NodeDirectory
+    from megasao.weights.shared import Piece, ShareManifest, ShareTensors
+
+    flat = pack(1, dict(_published(directory)), BUCKET)
+    pieces = [Piece(spec.name, spec.dtype, spec.shape, 0, 0, spec.shape, spec.offset) for spec in flat.specs]
+    share = ShareTensors([(ShareManifest(pieces, flat.total_bytes, BUCKET, []), np.asarray(flat.buffer))], _LABEL)
+    node = NodeDirectory(nodes.directory, nodes.markers[0], read_layout(directory / "hf"), file_bytes=2**31)
+    await node.prepare_weights(1, share)
+
+
+def _published(directory: Path) -> Any:
+    """The last version on disk."""
     import threading
 
     from megasao.storage.writer import checksum
@@ -213,13 +308,19 @@ async def _commit(engine: Any, directory: Path, repeats: int) -> float:
     path = max((directory / "published").iterdir())
     weights = WeightDirectory(path, checksum(path / MANIFEST))
     weights.verify(threading.Event())
+    return weights
+
+
+async def _commit(engine: Any, directory: Path, repeats: int, weights: Any = None) -> float:
+    """The median of some updates, from the last published directory where no ``weights`` are given."""
+    weights = _published(directory) if weights is None else weights
     seconds = []
     for version in range(1, repeats + 1):
         await engine.prepare_weights(version, weights)
         start = time.perf_counter()
         await engine.commit_weights(version)
         seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return statistics.median(seconds)
 
 
 def measure(directory: Path, gigabytes: float, repeats: int, sglang: Path | None) -> dict[str, Any]:
@@ -235,11 +336,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """One table for each size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, nargs="+", default=[0.01, 1.0], help="sizes of the model")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sglang", type=Path, help="the Python that has SGLang; without, its pause is not measured")
     parser.add_argument("--dir", type=Path, help="where to work; default: a temporary directory")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank:
         rank_main(Path(options.rank[0]), options.rank[1:], options.repeats)
@@ -254,7 +355,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{'what':<22}{'seconds':>9}{'held':>8}{'GB/s':>7}{'of broadcast':>14}{'of file write':>15}")
         for name, (seconds, held) in found["rows"].items():
             shares = [f"{bare[other] / seconds:.2f}" for other in bare]
-            print(f"{name:<22}{seconds:>9.3f}{held:>8.3f}{found['gb'] / seconds:>7.2f}{shares[0]:>14}{shares[1]:>15}")
+            print(f"{name:<22}{seconds:>9.4f}{held:>8.4f}{found['gb'] / seconds:>7.2f}{shares[0]:>14}{shares[1]:>15}")
+        parts = {name: seconds * 1000 for name, seconds in found["parts"].items()}
+        print(
+            ", ".join(f"{name} {each:.2f} ms" for name, each in parts.items())
+            + f"; together {sum(parts.values()):.2f} ms"
+        )
         print("paused: " + ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds in found["paused"].items()))
     if options.json:
         options.json.write_text(json.dumps(report))

@@ -204,6 +204,15 @@ def weights(config: "Config") -> Iterator[Problem]:
         yield Problem("weights.node_directory", reason)
     elif not asked.startswith("/"):
         yield Problem("weights.node_directory", f"expected an absolute path, got {asked!r}")
+    if config.weight_transport == "embedded" and config.rollout.engine != "embedded":
+        reason = (
+            f"embedded shares memory with the embedded engine, and rollout.engine = {config.rollout.engine}; "
+            "use disk or distributed"
+        )
+        yield Problem("weights.transport", reason)
+    elif config.weight_transport == "embedded" and config.slurm is not None:
+        reason = "embedded needs trainer and engines on one machine, and in a Slurm job they are on nodes of their own"
+        yield Problem("weights.transport", f"{reason}; use distributed or disk")
     if config.weights.dtype == "fp8_block":
         yield from _fp8(config)
 
@@ -407,6 +416,9 @@ def _router(config: "Config") -> Iterator[Problem]:
     if options.prefill_servers and options.router is None:
         reason = "a router leads a request from the one kind of server to the other; set rollout.sglang.router"
         yield Problem("rollout.sglang.prefill_servers", reason)
+    if options.prefill_servers and options.server_args.get("disaggregation_transfer_backend") == "fake":
+        reason = "fake moves no keys and values, so that servers would decode after nothing; use mooncake or nixl"
+        yield Problem("rollout.sglang.server_args.disaggregation_transfer_backend", reason)
     if options.router is None:
         return
     if config.rollout.engine != "sglang":

@@ -121,7 +121,7 @@ class Config(Section):
         return self.algorithm.objective.needs_versions if asked == "auto" else asked == "always"
 
     @property
-    def weight_transport(self) -> Literal["stream", "disk", "distributed"]:
+    def weight_transport(self) -> Literal["stream", "disk", "distributed", "embedded"]:
         """How weights travel in this run."""
         if self.weights.transport != "auto":
             return self.weights.transport

@@ -10,11 +10,12 @@ from megasao.config.base import Section
 class WeightsConfig(Section):
     """Publishing of weights from the trainer to the rollout workers."""
 
-    transport: Literal["auto", "stream", "disk", "distributed"] = Field(
+    transport: Literal["auto", "stream", "disk", "distributed", "embedded"] = Field(
         "auto",
         description="Way of the bytes. stream: gathered on trainer rank 0 and sent to each worker over ZeroMQ. disk: "
         "every rank writes its share into a directory that all see. distributed: every rank keeps its share in host "
         "memory, and each worker takes it from there over connections of its own. "
+        "embedded: memory that every rank shares with embedded engines on the trainer's machine; nothing travels. "
         "auto: disk for SGLang servers, else stream.",
     )
     dtype: Literal["same", "fp8_block"] = Field(

@@ -38,6 +38,7 @@ def install() -> None:
     if _installed:
         return
     assert "megatron.core" not in sys.modules, "cpu.install() must run before the first import of megatron.core"
+    _silence_expected_warnings()
     _replace_device_queries()
     _replace_tensor_methods()
     _replace_streams()
@@ -49,6 +50,14 @@ def install() -> None:
     _redirect_factories()
     _disable_transformer_engine_gemm()
     _installed = True
+
+
+# --- warnings ---------------------------------------------------------------------------------------------------------
+
+
+def _silence_expected_warnings() -> None:
+    """Modules of Megatron-Core say at import that Apex is absent, some long after ``install``: so it is on any CPU."""
+    warnings.filterwarnings("ignore", message="Apex is not installed", category=UserWarning)
 
 
 # --- the current device -----------------------------------------------------------------------------------------------

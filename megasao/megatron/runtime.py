@@ -7,6 +7,7 @@ Invariants (tests assert them):
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -84,10 +85,15 @@ def broadcast_bytes(payload: bytes | None, *, source: int, group: distributed.Pr
 
 def gather_counts(value: int) -> list[int]:
     """Each rank's number, on every rank of the world."""
-    mine = torch.tensor([value], dtype=torch.int64, device=compute_device())
-    values = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(values, mine)
-    return [int(each) for each in values]
+    return [number for (number,) in gather_numbers([value])]
+
+
+def gather_numbers(values: Sequence[int]) -> list[list[int]]:
+    """Each rank's numbers, the same number of them on every rank, on every rank of the world."""
+    mine = torch.tensor(values, dtype=torch.int64, device=compute_device())
+    found = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(found, mine)
+    return [each.tolist() for each in found]
 
 
 def gather_bytes(payload: bytes) -> list[bytes]:

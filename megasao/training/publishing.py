@@ -3,11 +3,12 @@
 Every rank has a publishing and enters ``publish``; the publisher, which tells the receivers and commits, is on rank 0.
 Invariants, asserted by the tests:
 - with ``disk`` no rank holds more than a bucket beyond its own weights, and nothing passes through rank 0;
-- with ``distributed`` nothing is sent between ranks, and no receiver can hold up the trainer: it waits for a copy of
-  its own share into host memory, and, before the next version, for the bounded end of the one before;
+- with ``distributed`` and ``embedded`` nothing is sent between ranks, and no receiver can hold up the trainer: it waits
+  for a copy of its own share into host memory, and, before the next version, for the bounded end of the one before;
 - a rank that cannot write its share ends the publication on every rank, and no version appears.
 """
 
+import os
 import secrets
 import shutil
 import zlib
@@ -15,8 +16,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 import msgspec
+import torch
 
 from megasao.config import Config
 from megasao.config.rundir import RunDirectory
@@ -24,11 +27,13 @@ from megasao.config.weights import WeightsConfig
 from megasao.families.names import published_names
 from megasao.megatron.bridge import export_hf
 from megasao.megatron.bridge.outgoing import Outgoing, outgoing, stream_rows
-from megasao.megatron.bridge.share import RankShare
+from megasao.megatron.bridge.share import RankShare, ShareCopy
 from megasao.megatron.models import MegatronModel
-from megasao.megatron.runtime import Topology, gather_bytes, gather_counts
+from megasao.megatron.runtime import Topology, gather_bytes, gather_counts, gather_numbers
 from megasao.weights import directory
-from megasao.weights.messages import Share
+from megasao.weights.mapped import MappedWeights, Segment, SegmentPair, room_for, this_machine
+from megasao.weights.messages import Mapped, Share
+from megasao.weights.publication import Elsewhere
 from megasao.weights.publisher import WeightPublisher
 from megasao.weights.serving import ShareServer, address_towards
 from megasao.weights.shared import SharedWeights, ShareManifest
@@ -136,55 +141,138 @@ class DiskPublishing(Publishing):
         raise RuntimeError(f"rank {failed[0]} could not write weights to {path}: {reason}") from error
 
 
-@dataclass
-class DistributedPublishing(Publishing):
-    """Every rank keeps its share in host memory and serves it, at ``host``, to each receiver that asks."""
+class _SharePublishing(Publishing):
+    """Every rank copies its share into memory of its host, from which the engines take it."""
 
-    host: str
     config: Config
     topology: Topology
-    publisher: WeightPublisher | None
-    _share: RankShare | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        secret = secrets.token_bytes(32) if self.topology.rank == 0 else None
-        self._secret = self.topology.broadcast_bytes(secret)
-        self._server = ShareServer(self.host, self._secret, timeout_s=self.config.transport.weights_timeout_s)
+    share: RankShare | None = None
 
     def publish(self, version: int, model: MegatronModel) -> None:
         if self.publisher is not None:
             self.publisher.make_room(version)
         self.topology.barrier()  # the version before is committed
-        self._server.retire()
-        if self._share is None:
+        if self.share is None:
             fp8 = self.config.weights.dtype == "fp8_block"
-            self._share = RankShare(model, self.config.weights.bucket_bytes, fp8=fp8)
-        share, sums = self._share, self._fill(self._share)
-        manifest = msgspec.msgpack.encode(ShareManifest(share.pieces, share.total_bytes, share.bucket_bytes, sums))
-        self._server.offer(version, manifest, share.data)
-        place = Share(self.topology.rank, self.host, self._server.port, share.total_bytes, zlib.crc32(manifest))
-        places = gather_bytes(msgspec.msgpack.encode(place))
-        if self.publisher is not None:
-            shares = [msgspec.msgpack.decode(each, type=Share) for each in places]
-            self.publisher.publish_elsewhere(SharedWeights(version, shares, self._secret))
-
-    def _fill(self, share: RankShare) -> list[int]:
-        """Checksums; RuntimeError on every rank if one has numbers that cannot be published. Collective."""
-        sums: list[int] = []
-        error: ValueError | None = None
+            self.share = RankShare(model, self.config.weights.bucket_bytes, fp8=fp8)
+        row, error = [0] * _COLUMNS, None
         try:
-            sums = share.fill()
-        except ValueError as failure:
+            row = self._copy(version, self.share)
+        except (OSError, ValueError) as failure:
             error = failure
-        failed = [rank for rank, lost in enumerate(gather_counts(error is not None)) if lost]
+        rows = gather_numbers([error is not None, *row])
+        failed = [rank for rank, (lost, *_) in enumerate(rows) if lost]
         if failed:
             reason = error or "its own message says why"
-            raise RuntimeError(f"rank {failed[0]} could not make a version: {reason}") from error
-        return sums
+            rank = failed[0] if error is None else self.topology.rank
+            raise RuntimeError(f"rank {rank} could not make a version: {reason}") from error
+        if self.publisher is not None:
+            self.publisher.publish_elsewhere(self._whole(version, [row for _, *row in rows]))
+
+    @abstractmethod
+    def _copy(self, version: int, share: RankShare) -> list[int]:
+        """Copy this rank's share and let it be read; ``_COLUMNS`` numbers that rank 0 needs to announce it.
+
+        OSError or ValueError if it cannot be published. Collective over the ranks that hold the same.
+        """
+
+    @abstractmethod
+    def _whole(self, version: int, rows: list[list[int]]) -> Elsewhere:
+        """The version, from what each rank has said."""
+
+
+_COLUMNS = 4
+
+
+@dataclass
+class DistributedPublishing(_SharePublishing):
+    """Every rank serves its share, at ``host``, to each receiver that asks."""
+
+    host: str
+    config: Config
+    topology: Topology
+    publisher: WeightPublisher | None
+    _memory: ShareCopy | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        secret = secrets.token_bytes(32) if self.topology.rank == 0 else None
+        self._secret = self.topology.broadcast_bytes(secret)
+        self._server = ShareServer(self.host, self._secret, timeout_s=self.config.transport.weights_timeout_s)
+        self._hosts = [host.decode() for host in gather_bytes(self.host.encode())]
+
+    def _copy(self, version: int, share: RankShare) -> list[int]:
+        self._server.retire()
+        if self._memory is None:
+            # Memory that a GPU copies into directly.
+            flat = torch.zeros(share.total_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._memory = ShareCopy(share, flat)
+        manifest = _manifest(share, self._memory.fill())
+        self._server.offer(version, manifest, self._memory.data)
+        return [self._server.port, share.total_bytes, zlib.crc32(manifest), 0]
+
+    def _whole(self, version: int, rows: list[list[int]]) -> SharedWeights:
+        shares = [
+            Share(rank, host, port, nbytes, crc)
+            for rank, (host, (port, nbytes, crc, _)) in enumerate(zip(self._hosts, rows, strict=True))
+        ]
+        return SharedWeights(version, shares, self._secret)
 
     def close(self) -> None:
         super().close()
         self._server.close()
+
+
+@dataclass
+class EmbeddedPublishing(_SharePublishing):
+    """Every rank copies its share into memory that engines on its machine map."""
+
+    config: Config
+    topology: Topology
+    publisher: WeightPublisher | None
+    _has_room: bool = field(default=False, init=False)
+    _memory: SegmentPair | None = field(default=None, init=False)
+    _copies: WeakKeyDictionary[Segment, ShareCopy] = field(default_factory=WeakKeyDictionary, init=False)
+
+    def __post_init__(self) -> None:
+        machines = set(gather_bytes(this_machine().encode()))
+        if len(machines) > 1:
+            raise ValueError(
+                f"weights.transport = embedded needs all ranks on one machine, they are on {len(machines)}; "
+                "use distributed"
+            )
+        self._pids = gather_counts(os.getpid())
+
+    def _copy(self, version: int, share: RankShare) -> list[int]:
+        if not self._has_room:
+            lacking = room_for(gather_counts(share.total_bytes))
+            lacks = gather_counts(lacking is not None)
+            if any(lacks):
+                raise ValueError(lacking or f"rank {lacks.index(1)} sees too little memory")
+            self._has_room = True
+        try:
+            if self._memory is None:
+                self._memory = SegmentPair(share.total_bytes)
+            segment = self._memory.begin()
+        except OSError:
+            share.model.finish_gathering()  # the others wait for us there
+            raise
+        if segment not in self._copies:
+            self._copies[segment] = ShareCopy(share, segment.flat)
+        manifest = _manifest(share, self._copies[segment].fill())
+        return [self._memory.show(manifest), share.total_bytes, len(manifest), zlib.crc32(manifest)]
+
+    def _whole(self, version: int, rows: list[list[int]]) -> MappedWeights:
+        return MappedWeights(version, [Mapped(rank, self._pids[rank], *row) for rank, row in enumerate(rows)])
+
+    def close(self) -> None:
+        super().close()
+        self._copies.clear()
+        if self._memory is not None:
+            self._memory.close()
+
+
+def _manifest(share: RankShare, sums: list[int]) -> bytes:
+    return msgspec.msgpack.encode(ShareManifest(share.pieces, share.total_bytes, share.bucket_bytes, sums))
 
 
 def make_publishing(
@@ -195,6 +283,8 @@ def make_publishing(
         announced_at = urlsplit(run.read_endpoints().weights).hostname
         assert announced_at is not None
         return DistributedPublishing(address_towards(announced_at), config, topology, publisher)
+    if config.weight_transport == "embedded":
+        return EmbeddedPublishing(config, topology, publisher)
     if config.weight_transport == "disk":
         return DiskPublishing(run.published(config), config.weights, topology, publisher)
     return StreamPublishing(publisher)

@@ -1,5 +1,7 @@
 """A receiver takes the shares of all ranks, several beside one another, and compares every bucket as it arrives.
 
+It asks again over the connections of the version before, where the ranks have not closed them.
+
 Invariants, asserted by the tests:
 - nothing is handed on before every bucket of every share is here and intact;
 - what went wrong is named with the rank, its address and the bucket;
@@ -10,23 +12,25 @@ import asyncio
 import socket
 import threading
 import zlib
-from collections.abc import Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import suppress
 
 import msgspec
 import numpy as np
 from torch import Tensor
 
+from megasao.weights.intake import Intake, Link
 from megasao.weights.messages import AnnounceShares, Share
 from megasao.weights.nodes import NodeWeights
 from megasao.weights.serving import LENGTH, NONCE_BYTES, bound, proof, receive_into
-from megasao.weights.shared import BufferPool, ShareManifest, ShareTensors, bucket_sum, check_manifest
-
-LANES = 16
-"""Ranks that one receiver reads at once."""
+from megasao.weights.shared import ShareManifest, ShareTensors, bucket_sum, check_manifest
 
 MOST_MANIFEST_BYTES = 2**28
+
+SMALL_BYTES = 32 * 2**20
+"""Versions of so many bytes are read by one thread."""
 
 
 class SharesDownload:
@@ -35,9 +39,9 @@ class SharesDownload:
     complete = True
     idle_s = 0.0
 
-    def __init__(self, announce: AnnounceShares, pool: BufferPool) -> None:
+    def __init__(self, announce: AnnounceShares, intake: Intake) -> None:
         self.epoch, self.version = announce.epoch, announce.version
-        self._announce, self._pool = announce, pool
+        self._announce, self._intake = announce, intake
         self._tensors: ShareTensors | None = None
         self.staged = False
 
@@ -48,7 +52,7 @@ class SharesDownload:
 
     async def verify(self, timeout_s: float) -> str | None:
         """Fetch and compare everything; what went wrong, or that it took too long."""
-        fetching = _Fetching(self._announce, self._pool, timeout_s)
+        fetching = _Fetching(self._announce, self._intake, timeout_s)
         try:
             await asyncio.wait_for(asyncio.to_thread(fetching.run), timeout_s)
             self._tensors = fetching.take()
@@ -88,8 +92,8 @@ def label(announce: AnnounceShares) -> str:
 class _Fetching:
     """One attempt. ``stop`` may be called from another thread."""
 
-    def __init__(self, announce: AnnounceShares, pool: BufferPool, timeout_s: float) -> None:
-        self._announce, self._pool, self._timeout_s = announce, pool, timeout_s
+    def __init__(self, announce: AnnounceShares, intake: Intake, timeout_s: float) -> None:
+        self._announce, self._intake, self._timeout_s = announce, intake, timeout_s
         self._open: set[socket.socket] = set()
         self._found: list[
             tuple[ShareManifest, np.ndarray]
@@ -100,15 +104,30 @@ class _Fetching:
     def run(self) -> None:
         """Fetch all shares. ValueError if one is damaged or cannot be had."""
         shares = self._announce.shares
-        with ThreadPoolExecutor(max(1, min(len(shares), LANES)), thread_name_prefix="weights") as lanes:
-            fetched = [lanes.submit(self._fetch, share) for share in shares]
-            done, left = wait(fetched, return_when=FIRST_EXCEPTION)
-            failures = [error for one in done if (error := one.exception()) is not None]
-            if failures:
-                self.stop()
-                for one in left:
-                    one.cancel()
-                raise failures[0]
+        self._intake.keep_only((share.host, share.port) for share in shares)
+        if sum(share.total_bytes for share in shares) <= SMALL_BYTES:
+            self._run_in_turn(shares)
+            return
+        fetched = [self._intake.threads.submit(self._ask_and_fetch, share) for share in shares]
+        done, left = wait(fetched, return_when=FIRST_EXCEPTION)
+        failures = [error for one in done if (error := one.exception()) is not None]
+        if failures:
+            self.stop()
+            for one in left:
+                one.cancel()
+            wait(left)
+            raise failures[0]
+
+    def _run_in_turn(self, shares: Sequence[Share]) -> None:
+        """Ask all ranks, then read what each sends: for a few megabytes threads take longer than they save."""
+        asked = deque((share, self._hurry(share)) for share in shares)
+        try:
+            while asked:
+                self._fetch(*asked.popleft())
+        finally:
+            for _, link in asked:
+                if link is not None:
+                    self._close(link.connection)
 
     def take(self) -> ShareTensors:
         """The whole, once. ValueError if the shares do not fit each other."""
@@ -123,33 +142,91 @@ class _Fetching:
                 with suppress(OSError):  # one that is not connected yet ends by its bound
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def _fetch(self, share: Share) -> None:
+    def _ask_and_fetch(self, share: Share) -> None:
+        self._fetch(share, self._hurry(share))
+
+    def _fetch(self, share: Share, asked: Link | None) -> None:
+        """Take a share; ``asked`` is a kept connection over which we have asked for it."""
+        try:
+            link, size = self._answered(asked) or self._connected(share)
+            try:
+                self._found.append(self._read(link.connection, share, size))
+            except BaseException:
+                self._close(link.connection)
+                raise
+            with self._lock:
+                self._open.discard(link.connection)
+            self._intake.keep(link)
+        except (OSError, ValueError, msgspec.DecodeError) as error:
+            raise ValueError(
+                f"weights {self._announce.version} of trainer rank {share.rank} at {share.host}:{share.port}: {error}"
+            ) from error
+
+    def _hurry(self, share: Share) -> Link | None:
+        """Ask for a share over the connection of the version before; None if there is none any more."""
+        kept = self._intake.take((share.host, share.port))
+        if kept is None:
+            return None
+        self._enter(kept.connection)
+        try:
+            self._ask(kept)
+        except ConnectionError:
+            self._close(kept.connection)
+            return None
+        return kept
+
+    def _answered(self, asked: Link | None) -> tuple[Link, int] | None:
+        """The connection, and how long the manifest on it is; None if the rank had closed it before we asked."""
+        if asked is None:
+            return None
+        try:
+            return asked, self._length(asked)
+        except BaseException as error:
+            self._close(asked.connection)
+            if isinstance(error, ConnectionError):
+                return None
+            raise
+
+    def _connected(self, share: Share) -> tuple[Link, int]:
+        """A new connection, over which the share comes, and how long its manifest is."""
         connection = socket.socket(socket.AF_INET6 if ":" in share.host else socket.AF_INET)
+        self._enter(connection)
+        try:
+            bound(connection, self._timeout_s)
+            connection.connect((share.host, share.port))
+            nonce = bytearray(NONCE_BYTES)
+            receive_into(connection, memoryview(nonce))
+            link = Link((share.host, share.port), connection, bytes(nonce))
+            self._ask(link)
+            return link, self._length(link)
+        except BaseException:
+            self._close(connection)
+            raise
+
+    def _enter(self, connection: socket.socket) -> None:
+        """From now on ``stop`` ends it. ValueError if that was already called."""
         with self._lock:
             if self._stopped:
                 connection.close()
                 raise ValueError("given up")
             self._open.add(connection)
-        try:
-            bound(connection, self._timeout_s)
-            connection.connect((share.host, share.port))
-            self._found.append(self._read(connection, share))
-        except (OSError, ValueError, msgspec.DecodeError) as error:
-            raise ValueError(
-                f"weights {self._announce.version} of trainer rank {share.rank} at {share.host}:{share.port}: {error}"
-            ) from error
-        finally:
-            with self._lock:
-                self._open.discard(connection)
-                connection.close()
 
-    def _read(self, connection: socket.socket, share: Share) -> tuple[ShareManifest, np.ndarray]:
-        nonce, length = bytearray(NONCE_BYTES), bytearray(LENGTH.size)
-        receive_into(connection, memoryview(nonce))
+    def _close(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(connection)
+            connection.close()
+
+    def _ask(self, link: Link) -> None:
         asked = LENGTH.pack(self._announce.version)
-        connection.sendall(asked + proof(self._announce.secret, bytes(nonce), asked))
-        receive_into(connection, memoryview(length))
+        link.connection.sendall(asked + proof(self._announce.secret, link.nonce, asked))
+
+    def _length(self, link: Link) -> int:
+        length = bytearray(LENGTH.size)
+        receive_into(link.connection, memoryview(length))
         (size,) = LENGTH.unpack(length)
+        return int(size)
+
+    def _read(self, connection: socket.socket, share: Share, size: int) -> tuple[ShareManifest, np.ndarray]:
         if not 0 < size <= MOST_MANIFEST_BYTES:
             raise ValueError("it does not have this version any more" if not size else f"a manifest of {size} bytes")
         raw = bytearray(size)
@@ -161,7 +238,7 @@ class _Fetching:
         return manifest, self._buckets(connection, manifest)
 
     def _buckets(self, connection: socket.socket, manifest: ShareManifest) -> np.ndarray:
-        buffer = self._pool.take(manifest.total_bytes)
+        buffer = self._intake.memory.take(manifest.total_bytes)
         for index, expected in enumerate(manifest.sums):
             start = index * manifest.bucket_bytes
             bucket = buffer[start : start + manifest.bucket_bytes]

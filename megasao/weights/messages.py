@@ -111,6 +111,27 @@ class AnnounceShares(msgspec.Struct, tag=True, frozen=True):
     secret: bytes
 
 
+class Mapped(msgspec.Struct, frozen=True):
+    """What one rank of the trainer holds of a version: in the memory behind descriptor ``fd`` of process ``pid``,
+    ``total_bytes`` and then its manifest, of which this is the length and the CRC-32."""
+
+    rank: int
+    pid: int
+    fd: int
+    total_bytes: int
+    manifest_bytes: int
+    manifest_crc32: int
+
+
+class AnnounceMapped(msgspec.Struct, tag=True, frozen=True):
+    """This version lies in memory that the trainer's ranks share with processes of their ``machine``."""
+
+    epoch: str
+    version: int
+    machine: str
+    memories: list[Mapped]
+
+
 class Bucket(msgspec.Struct, tag=True, frozen=True):
     """One piece of the flat buffer (the payload), with the CRC-32 of its bytes."""
 
@@ -142,4 +163,5 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 FromReceiver = Hello | Fetch | Ready | Committed | Failed
-ToReceiver = Current | Announce | AnnounceDirectory | AnnounceShares | Bucket | Commit | Quarantine | Refused
+AnyAnnounce = Announce | AnnounceDirectory | AnnounceShares | AnnounceMapped
+ToReceiver = Current | AnyAnnounce | Bucket | Commit | Quarantine | Refused

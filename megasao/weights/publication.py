@@ -12,10 +12,14 @@ from typing import Literal
 
 from megasao.weights.directory import PublishedWeights
 from megasao.weights.flat import FlatWeights
+from megasao.weights.mapped import MappedWeights
 from megasao.weights.shared import SharedWeights
 
-Payload = FlatWeights | PublishedWeights | SharedWeights
-"""A version as it is announced: in memory, in a directory, or in the memory of all ranks."""
+Elsewhere = PublishedWeights | SharedWeights | MappedWeights
+"""A version that does not lie at the publisher: in a directory, or in the memory of all ranks."""
+
+Payload = FlatWeights | Elsewhere
+"""A version as it is announced."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from megasao.config.rollout import TransportConfig
 from megasao.transport.codec import MalformedMessage, decode, encode
 from megasao.transport.endpoints import bind_router
 from megasao.transport.keys import CurveKeys
-from megasao.weights.directory import PublishedWeights
 from megasao.weights.flat import FlatWeights, pack
 from megasao.weights.messages import (
     Bucket,
@@ -44,8 +43,7 @@ from megasao.weights.messages import (
     Refused,
     ToReceiver,
 )
-from megasao.weights.publication import Payload, Publication, PublishResult
-from megasao.weights.shared import SharedWeights
+from megasao.weights.publication import Elsewhere, Payload, Publication, PublishResult
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +99,7 @@ class WeightPublisher:
         assert len(weights.checksums) == weights.buckets  # computed here, not in the serving thread
         self._send_out(weights)
 
-    def publish_elsewhere(self, weights: PublishedWeights | SharedWeights) -> None:
+    def publish_elsewhere(self, weights: Elsewhere) -> None:
         """Announce a version that lies complete in a directory or on the ranks. Waits and raises as :meth:`publish`."""
         self.make_room(weights.version)
         self._send_out(weights)

@@ -26,10 +26,13 @@ from megasao.transport.endpoints import connect_dealer
 from megasao.transport.keys import CurveKeys
 from megasao.weights.download import DirectoryDownload, Download
 from megasao.weights.fetching import NodesDownload, SharesDownload
+from megasao.weights.intake import Intake
+from megasao.weights.mapped import MappedDownload, Mappings
 from megasao.weights.messages import (
     Announce,
     AnnounceDirectory,
-    AnnounceShares,
+    AnnounceMapped,
+    AnyAnnounce,
     Bucket,
     Commit,
     Committed,
@@ -42,11 +45,10 @@ from megasao.weights.messages import (
     Refused,
     ToReceiver,
 )
-from megasao.weights.shared import BufferPool
 
 _log = logging.getLogger(__name__)
 
-AnyDownload = Download | DirectoryDownload | SharesDownload | NodesDownload
+AnyDownload = Download | DirectoryDownload | SharesDownload | NodesDownload | MappedDownload
 """A version on its way in, by one transport."""
 
 LONGEST_PAUSE_S = 60.0
@@ -95,7 +97,7 @@ class WeightReceiver:
         self._version: int | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._download: AnyDownload | None = None
-        self._pool = BufferPool()
+        self._intake, self._mappings = Intake(), Mappings()
         self._pauses = _Pauses(self._heartbeat_s)
         self._changed = asyncio.Condition()
         self._heard_at: float | None = None
@@ -150,6 +152,7 @@ class WeightReceiver:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._socket.close(linger=0)
             context.term()
+            self._intake.close()
 
     async def _beat_forever(self) -> None:
         while True:
@@ -199,7 +202,7 @@ class WeightReceiver:
 
     async def _handle(self, message: Any, payload: bytes) -> None:
         download = self._download
-        if isinstance(message, Announce | AnnounceDirectory | AnnounceShares):
+        if isinstance(message, AnyAnnounce):
             await self._on_announce(message)
         elif isinstance(message, Refused):
             self._refuse(f"the publisher refused ours: {message.reason}")
@@ -217,7 +220,7 @@ class WeightReceiver:
             elif download.staged:
                 await self._commit(download)
 
-    async def _on_announce(self, announce: Announce | AnnounceDirectory | AnnounceShares) -> None:
+    async def _on_announce(self, announce: AnyAnnounce) -> None:
         """Start on a version, unless it is the one that we run or are loading already, or has just failed."""
         wanted = (announce.epoch, announce.version)
         if wanted == (self._epoch, self._version) or self._pauses.holds(wanted):
@@ -235,13 +238,15 @@ class WeightReceiver:
             return
         await self._go_on(self._download)
 
-    def _begin(self, announce: Announce | AnnounceDirectory | AnnounceShares) -> AnyDownload:
+    def _begin(self, announce: AnyAnnounce) -> AnyDownload:
         """ValueError for a version that cannot be."""
         if isinstance(announce, Announce):
             return Download(announce)
         if isinstance(announce, AnnounceDirectory):
             return DirectoryDownload(announce)
-        return NodesDownload(announce) if self._on_nodes else SharesDownload(announce, self._pool)
+        if isinstance(announce, AnnounceMapped):
+            return MappedDownload(announce, self._mappings, self._intake.threads)
+        return NodesDownload(announce) if self._on_nodes else SharesDownload(announce, self._intake)
 
     async def _on_bucket(self, download: Download, bucket: Bucket, payload: bytes) -> None:
         try:

@@ -1,8 +1,10 @@
 """One trainer rank's share of the newest version, for every receiver that asks: a thread of its own for each.
 
-Over one connection: a nonce to the receiver; the version that it wants, with a proof that it knows the secret; the
-manifest, length first (0: there is no such version); the share. Invariants, asserted by the tests:
-- the trainer never waits for a receiver: a share that is taken back cuts the connections of those who still read it;
+Over one connection: a nonce to the receiver; then, for each version, which one it wants, with a proof that it knows the
+secret; the manifest, length first (0: there is no such version); the share. A receiver may ask for the next version on
+the same connection. Invariants, asserted by the tests:
+- the trainer never waits for a receiver: a share that is taken back cuts the connections of those who still read it,
+  and only those;
 - a receiver that hangs, dies, or does not know the secret disturbs nobody else;
 - every wait is bounded.
 """
@@ -50,6 +52,7 @@ class ShareServer:
         self.port: int = self._listener.getsockname()[1]
         self._offer: _Offer | None = None
         self._peers: set[socket.socket] = set()
+        self._reading: set[socket.socket] = set()
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="weight-share", daemon=True)
@@ -64,10 +67,13 @@ class ShareServer:
         """Serve no version; on return nobody reads the share. RuntimeError if a connection cannot be cut."""
         with self._changed:
             self._offer = None
-            for peer in self._peers:
-                _cut(peer)
-            if not self._changed.wait_for(lambda: not self._peers, _GRACE_S):
-                raise RuntimeError(f"{len(self._peers)} connections to {self.host}:{self.port} do not end")
+            self._cut_all(self._reading)
+
+    def _cut_all(self, peers: set[socket.socket]) -> None:
+        for peer in peers:
+            _cut(peer)
+        if not self._changed.wait_for(lambda: not peers, _GRACE_S):
+            raise RuntimeError(f"{len(peers)} connections to {self.host}:{self.port} do not end")
 
     def close(self) -> None:
         """Stop."""
@@ -75,7 +81,9 @@ class ShareServer:
         _cut(self._listener)
         self._listener.close()
         self._thread.join(_GRACE_S)
-        self.retire()
+        with self._changed:
+            self._offer = None
+            self._cut_all(self._peers)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -93,30 +101,44 @@ class ShareServer:
     def _serve(self, peer: socket.socket) -> None:
         try:
             bound(peer, self._timeout_s)
-            offer = self._asked(peer)
-            manifest = offer.manifest if offer is not None else b""
-            peer.sendall(LENGTH.pack(len(manifest)) + manifest)
-            if offer is not None:
-                peer.sendall(offer.share)
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            peer.sendall(nonce)
+            while (version := self._asked(peer, nonce)) is not None:
+                self._answer(peer, version)
         except (OSError, ValueError) as error:
             logger.info("a receiver of weights is gone: %s", error)
         finally:
             with self._changed:
                 peer.close()
                 self._peers.discard(peer)
+                self._reading.discard(peer)
                 self._changed.notify_all()
 
-    def _asked(self, peer: socket.socket) -> _Offer | None:
-        """What the receiver asks for, if it is here. ValueError if it does not know the secret."""
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        peer.sendall(nonce)
+    def _asked(self, peer: socket.socket, nonce: bytes) -> int | None:
+        """The version that the receiver asks for; None once it has left. ValueError if it does not know the secret."""
         asked = memoryview(bytearray(LENGTH.size + PROOF_BYTES))
+        if not peer.recv_into(asked, 1, socket.MSG_PEEK):
+            return None
         receive_into(peer, asked)
         if not hmac.compare_digest(asked[LENGTH.size :], proof(self._secret, nonce, bytes(asked[: LENGTH.size]))):
             raise ValueError("it does not know the secret of this run")
         (version,) = LENGTH.unpack(asked[: LENGTH.size])
+        return int(version)
+
+    def _answer(self, peer: socket.socket, version: int) -> None:
+        """Send the version, if it is here."""
         with self._changed:
-            return self._offer if self._offer is not None and self._offer.version == version else None
+            offer = self._offer if self._offer is not None and self._offer.version == version else None
+            if offer is not None:
+                self._reading.add(peer)
+        manifest = offer.manifest if offer is not None else b""
+        peer.sendall(LENGTH.pack(len(manifest)) + manifest)
+        if offer is not None:
+            peer.sendall(offer.share)
+        with self._changed:
+            self._reading.discard(peer)
+            self._changed.notify_all()
 
 
 def proof(secret: bytes, nonce: bytes, asked: bytes) -> bytes:

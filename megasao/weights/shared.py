@@ -129,13 +129,13 @@ class BufferPool:
             else:
                 self._free = []  # of another layout
                 memory = np.empty(nbytes, dtype=np.uint8)
-        lease = _Lease(memory)
+        lease = Lease(memory)
         weakref.finalize(lease, self._returned.append, memory)
         return np.asarray(lease)
 
 
-class _Lease:
-    """The base of every view of some memory: it goes when the last of them goes."""
+class Lease:
+    """The base of every view of ``memory``, which it does not hold: it goes when the last of them goes."""
 
     def __init__(self, memory: np.ndarray) -> None:
         self.__array_interface__: dict[str, Any] = memory.__array_interface__

@@ -64,7 +64,7 @@ def test_a_controller_that_was_restarted_hears_that_a_server_is_leaving():
 def config() -> Config:
     return make_config(
         rollout=SGLANG,
-        transport={"heartbeat_s": 0.05, "dead_after_s": 10.0},
+        transport={"heartbeat_s": 0.05, "dead_after_s": 60.0},
         supervision={"stop_timeout_s": 60.0, "start_timeout_s": 60.0},
     )
 

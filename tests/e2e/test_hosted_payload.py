@@ -46,7 +46,7 @@ def test_whoever_is_killed_the_trajectories_are_trained_once(model: Path, tmp_pa
         loop={"steps": total, "batch_size": 8},
         actor={"optimizer": {"lr": 1e-3}, "router_replay": True},
         parallel={"ranks": 2},
-        weights={"transport": "disk"},
+        weights={"transport": "embedded"},
         buffer={"payload": "rollout", "payload_directory": str(place)},
         supervision={"start_timeout_s": 120.0},
     )

@@ -255,5 +255,5 @@ def test_endpoints_are_json_of_plain_data(tmp_path: Path) -> None:
 def test_a_file_of_the_users_directory_is_no_module_of_a_role(tmp_path: Path) -> None:
     (tmp_path / "numbers.py").write_text("raise SystemExit('imported the wrong file')")
     command = megasao_command(RunDirectory(tmp_path / "absent"))("controller", 0)
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert "is not a run directory" in result.stderr, result.stderr

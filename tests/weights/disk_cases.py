@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
+import torch
 from torch import Tensor, distributed
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,7 @@ from megasao.launch.ports import free_ports
 from megasao.megatron import runtime
 from megasao.megatron.bridge import export_hf, outgoing
 from megasao.megatron.bridge import share as share_module
-from megasao.megatron.bridge.share import RankShare
+from megasao.megatron.bridge.share import RankShare, ShareCopy
 from megasao.megatron.checkpoint import save_model
 from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.optimizer import build_optimizer
@@ -68,10 +69,11 @@ def keep_share(model: MegatronModel, job: Payload, rank: int) -> None:
     """Write what this rank would give out from its memory."""
     with mistake(job.get("mistake")):
         share = RankShare(model, job["bucket_bytes"], fp8="weights" in job)
-        manifest = ShareManifest(share.pieces, share.total_bytes, share.bucket_bytes, share.fill())
+        memory = ShareCopy(share, torch.zeros(share.total_bytes, dtype=torch.uint8))
+        manifest = ShareManifest(share.pieces, share.total_bytes, share.bucket_bytes, memory.fill())
     out = Path(job["out"])
     (out / f"{rank}.manifest").write_bytes(msgspec.msgpack.encode(manifest))
-    (out / f"{rank}.share").write_bytes(share.data)
+    (out / f"{rank}.share").write_bytes(memory.data)
 
 
 def cannot_write(payload: Payload) -> Any:

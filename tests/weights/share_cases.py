@@ -1,16 +1,19 @@
 """What test worlds run for weights from the memory of the trainer's ranks: JSON in, JSON out."""
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
 
 from megasao.megatron import runtime
 from megasao.megatron.bridge import export_hf
-from megasao.megatron.models import build_model
-from megasao.training.publishing import DistributedPublishing
+from megasao.megatron.models import MegatronModel, build_model
+from megasao.megatron.runtime import Topology
+from megasao.training.publishing import DistributedPublishing, EmbeddedPublishing, Publishing
 from megasao.weights.publisher import WeightPublisher
 from tests.megatron.tiny import make_config
 
@@ -18,14 +21,19 @@ from tests.megatron.tiny import make_config
 def one_life(payload: dict[str, Any]) -> Any:
     """A trainer that publishes the version it loaded, changes its weights, and publishes the next.
 
-    Gives the engines of each publication, and writes both sets of weights, exported, into ``out``.
+    Gives the engines of each publication, and how one before them was refused. Writes both sets of weights, exported,
+    into ``out``.
     """
     config = make_config(Path(payload["path"]), payload["parallel"])
     topology = runtime.set_layout(config.parallel, seed=1)
     model = build_model("actor", Path(payload["path"]), config)
     publisher = WeightPublisher(payload["address"], config=config.transport) if topology.rank == 0 else None
-    publishing = DistributedPublishing("127.0.0.1", config, topology, publisher)
-    engines = []
+    publishing: Publishing = EmbeddedPublishing(config, topology, publisher)
+    if payload["transport"] == "distributed":
+        publishing = DistributedPublishing("127.0.0.1", config, topology, publisher)
+    engines, refused = [], ""
+    if isinstance(publishing, EmbeddedPublishing):
+        refused = _without_room(publishing, payload["version"], model, topology)
     for version in (payload["version"], payload["version"] + 1):
         if publisher is not None:
             _until_somebody_is_there(publisher)
@@ -41,7 +49,22 @@ def one_life(payload: dict[str, Any]) -> Any:
         topology.barrier()
     publishing.close()
     runtime.clear_layout()
-    return engines
+    return engines, refused
+
+
+def _without_room(publishing: EmbeddedPublishing, version: int, model: MegatronModel, topology: Topology) -> str:
+    """The error of each rank where the last one sees too little memory."""
+    last = topology.rank == topology.world_size - 1
+    try:
+        with (
+            patch("megasao.training.publishing.room_for", lambda sizes: f"{len(sizes)} shares")
+            if last
+            else nullcontext()
+        ):
+            publishing.publish(version, model)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def _until_somebody_is_there(publisher: WeightPublisher) -> None:

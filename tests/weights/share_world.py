@@ -1,5 +1,7 @@
-"""Helpers for weights that trainer ranks give out themselves: versions cut in two, and a wire that holds or damages."""
+"""Helpers for weights that trainer ranks give out themselves: versions cut in two, shared memory, and a wire that
+holds or damages."""
 
+import os
 import socket
 import threading
 import zlib
@@ -10,13 +12,16 @@ import msgspec
 import numpy as np
 import torch
 
-from megasao.weights.messages import Share
+from megasao.weights.mapped import MappedWeights, SegmentPair
+from megasao.weights.messages import Mapped, Share
 from megasao.weights.publisher import WeightPublisher
 from megasao.weights.serving import ShareServer
 from megasao.weights.shared import ALIGNMENT, Piece, SharedWeights, ShareManifest, bucket_sum
 
 SECRET = b"known to trainer and workers ..."
 SHARE_BUCKET = 1024
+SMALL_STEPS = 2**14
+"""Bytes that a wire passes on little by little; what is beyond them goes at full speed."""
 
 
 def large(seed: int) -> dict[str, torch.Tensor]:
@@ -62,7 +67,7 @@ def offer(server: ShareServer, rank: int, version: int, share: tuple[ShareManife
 class Distributed:
     """Versions go out from two ranks; as the trainer does it. ``through`` may put a wire before the ranks."""
 
-    def __init__(self, host: str = "127.0.0.1", timeout_s: float = 5.0) -> None:
+    def __init__(self, host: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
         self.servers = [ShareServer(host, SECRET, timeout_s=timeout_s) for _ in range(2)]
         self.through: Callable[[Share], Share] = lambda share: share
 
@@ -79,6 +84,36 @@ class Distributed:
     def close(self) -> None:
         for server in self.servers:
             server.close()
+
+
+def two_pairs(tensors: Mapping[str, torch.Tensor]) -> list[SegmentPair]:
+    """Memory of two ranks that share such weights with others on their machine."""
+    return [SegmentPair(manifest.total_bytes) for manifest, _ in cut_in_two(tensors)]
+
+
+def write_mapped(pair: SegmentPair, rank: int, tensors: Mapping[str, torch.Tensor]) -> Mapped:
+    """Put one rank's share of a version there; how it is announced."""
+    manifest, data = cut_in_two(tensors)[rank]
+    pair.begin().flat.numpy()[:] = data
+    raw = msgspec.msgpack.encode(manifest)
+    return Mapped(rank, os.getpid(), pair.show(raw), manifest.total_bytes, len(raw), zlib.crc32(raw))
+
+
+class Embedded:
+    """Versions lie in memory of two ranks that receivers map; as the trainer does it."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """``tensors``: of the shapes that every version has."""
+        self.pairs = two_pairs(tensors)
+
+    def send(self, sender: WeightPublisher, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        sender.make_room(version)
+        memories = [write_mapped(pair, rank, tensors) for rank, pair in enumerate(self.pairs)]
+        sender.publish_elsewhere(MappedWeights(version, memories))
+
+    def close(self) -> None:
+        for pair in self.pairs:
+            pair.close()
 
 
 class Wire:
@@ -118,7 +153,7 @@ class Wire:
     def _answers(self, far: socket.socket, near: socket.socket) -> None:
         position = 0
         with suppress(OSError), far, near:
-            while data := bytearray(far.recv(512)):
+            while data := bytearray(far.recv(512 if position < SMALL_STEPS else 2**16)):
                 self._change(position, data)
                 position += len(data)
                 near.sendall(data)

@@ -1,4 +1,4 @@
-"""Weights from two trainer ranks' memory into a running embedded engine, over two lives of the trainer."""
+"""Weights from two trainer ranks' memory into a running embedded engine, over sockets and then mapped."""
 
 import asyncio
 from pathlib import Path
@@ -21,13 +21,17 @@ PARALLEL = {"ranks": 2, "tensor": 2, "sequence": True, "expert_tensor": 2}
 
 
 def test_an_engine_follows_two_ranks_over_a_restart_of_the_trainer(tmp_path: Path) -> None:
-    source = write_family(tmp_path / "hf", "qwen3_moe", "float32")
+    source = write_family(tmp_path / "hf", "glm_moe_dsa", "float32")
 
-    async def life(address: str, version: int, out: Path) -> None:
+    async def life(address: str, version: int, out: Path, transport: str) -> None:
         out.mkdir()
         payload = {"path": str(source), "parallel": PARALLEL, "address": address, "version": version, "out": str(out)}
-        engines, none = await asyncio.to_thread(run_world, 2, "tests.weights.share_cases:one_life", payload)
-        assert engines == [["rollout-0"], ["rollout-0"]] and none == []
+        payload["transport"] = transport
+        first, second = await asyncio.to_thread(run_world, 2, "tests.weights.share_cases:one_life", payload)
+        assert first[0] == [["rollout-0"], ["rollout-0"]] and second[0] == []
+        short = "could not make a version:"
+        reasons = [f"rank 0 {short} rank 1 sees too little memory", f"rank 1 {short} 2 shares"]
+        assert [first[1], second[1]] == (reasons if transport == "embedded" else ["", ""])
 
     def difference(engine: EmbeddedEngine, file: Path) -> float:
         expected = engine._model.layout.assemble(load_file(file))
@@ -43,11 +47,12 @@ def test_an_engine_follows_two_ranks_over_a_restart_of_the_trainer(tmp_path: Pat
         sampling = SamplingParams(1.0, max_new_tokens=40, seed=1)
         generating = asyncio.create_task(engine.generate(GenerateRequest("r", "s", (1, 2, 3), sampling)))
         try:
-            await life(address, 4, tmp_path / "first")
+            await life(address, 4, tmp_path / "first", "distributed")
             assert engine.weight_version == receiver.version == 5
             assert difference(engine, tmp_path / "first" / "5.safetensors") == 0
             assert difference(engine, tmp_path / "first" / "4.safetensors") > 0.009, "the comparison sees the update"
-            await life(address, 2, tmp_path / "second")  # an older checkpoint, published before anything else
+            # An older checkpoint, published before anything else.
+            await life(address, 2, tmp_path / "second", "embedded")
             assert engine.weight_version == 3
             assert difference(engine, tmp_path / "second" / "3.safetensors") == 0
             assert len((await generating).output_ids) == 40

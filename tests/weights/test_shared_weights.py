@@ -13,8 +13,9 @@ from share_world import SECRET, Distributed, cut_in_two, offer
 from weight_world import equal, weights
 
 from megasao.weights.fetching import SharesDownload
+from megasao.weights.intake import Intake
 from megasao.weights.messages import AnnounceShares, Share
-from megasao.weights.serving import ShareServer, address_towards
+from megasao.weights.serving import LENGTH, NONCE_BYTES, ShareServer, address_towards, proof
 from megasao.weights.shared import BufferPool, ShareTensors, bucket_sum, check_manifest
 
 
@@ -100,7 +101,7 @@ def test_memory_is_used_again_only_when_no_tensor_of_it_is_left() -> None:
 
 
 def download(shares: list[Share], version: int = 1, secret: bytes = SECRET) -> SharesDownload:
-    return SharesDownload(AnnounceShares("epoch", version, shares, secret), BufferPool())
+    return SharesDownload(AnnounceShares("epoch", version, shares, secret), Intake())
 
 
 def fetched(one: SharesDownload, timeout_s: float = 5.0) -> str | None:
@@ -123,11 +124,11 @@ def test_a_version_is_fetched_from_all_ranks_over_either_protocol(host: str) -> 
 
 
 def test_a_version_that_is_let_go_gives_its_memory_to_the_next() -> None:
-    ranks, pool, places = Distributed(), BufferPool(), []
+    ranks, intake, places = Distributed(), Intake(), []
     pairs = zip(ranks.servers, cut_in_two(weights(5)), strict=True)
     shares = [offer(server, rank, 1, share) for rank, (server, share) in enumerate(pairs)]
     for _ in range(2):
-        one = SharesDownload(AnnounceShares("epoch", 1, shares, SECRET), pool)
+        one = SharesDownload(AnnounceShares("epoch", 1, shares, SECRET), intake)
         assert fetched(one) is None
         places.append({found[0][1].data_ptr() for found in one.tensors()._pieces.values()})
         del one  # at once, not when garbage is collected
@@ -143,7 +144,7 @@ def test_a_receiver_that_takes_nothing_does_not_hold_up_the_trainer() -> None:
     stuck = threading.Thread(target=fetched, args=(download([Share(0, "127.0.0.1", server.port, 2**26, 0)]),))
     stuck.start()
     server.retire()
-    assert not server._peers
+    assert not server._reading
     server.close()
     stuck.join(20)
     silent.close()
@@ -163,3 +164,60 @@ def test_an_address_that_is_not_ours_is_refused() -> None:
         ShareServer("192.0.2.1", SECRET, timeout_s=1)
     with pytest.raises(ValueError, match="no way to"):
         address_towards("no-such-host.invalid")
+
+
+def test_connections_are_kept_for_the_next_version_and_made_anew_where_a_rank_has_closed_them() -> None:
+    ranks, intake = Distributed(), Intake()
+    accepted: list[object] = []
+
+    def fetch(version: int) -> SharesDownload:
+        shares = []
+        for rank, (server, share) in enumerate(zip(ranks.servers, cut_in_two(weights(version)), strict=True)):
+            with server._changed:  # it has what it asked for, which the thread that sent it may not know yet
+                assert server._changed.wait_for(lambda server=server: not server._reading, 60)
+            server.retire()
+            shares.append(offer(server, rank, version, share))
+        one = SharesDownload(AnnounceShares("epoch", version, shares, SECRET), intake)
+        assert fetched(one, 20.0) is None and equal(one.tensors(), weights(version))
+        accepted.append({server.port: set(server._peers) for server in ranks.servers})
+        return one
+
+    fetch(1)
+    fetch(2)
+    assert accepted[0] == accepted[1] and all(len(peers) == 1 for peers in accepted[0].values())
+    with ranks.servers[0]._changed:
+        ranks.servers[0]._cut_all(ranks.servers[0]._peers)
+    fetch(3)
+    assert accepted[2] != accepted[1], "the one that was cut is another"
+    assert accepted[2][ranks.servers[1].port] == accepted[1][ranks.servers[1].port]
+    others = Distributed()
+    shares = [offer(server, rank, 4, cut_in_two(weights(4))[rank]) for rank, server in enumerate(others.servers)]
+    assert fetched(SharesDownload(AnnounceShares("epoch", 4, shares, SECRET), intake), 20.0) is None
+    assert intake._links.keys() == {(server.host, server.port) for server in others.servers}, "of the next life only"
+    intake.close()
+    ranks.close()
+    others.close()
+
+
+def test_a_proof_does_not_go_for_another_version_or_connection() -> None:
+    server = ShareServer("127.0.0.1", SECRET, timeout_s=60)
+    server.offer(1, b"manifest", memoryview(b"share"))
+
+    def answer(connection: socket.socket, version: int, proven: bytes) -> bytes:
+        connection.sendall(LENGTH.pack(version) + proven)
+        return connection.recv(LENGTH.size, socket.MSG_WAITALL)
+
+    def connected() -> tuple[socket.socket, bytes]:
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        return connection, connection.recv(NONCE_BYTES, socket.MSG_WAITALL)
+
+    one, nonce = connected()
+    right = proof(SECRET, nonce, LENGTH.pack(1))
+    assert LENGTH.unpack(answer(one, 1, right)) == (len(b"manifest"),)
+    assert one.recv(len(b"manifestshare"), socket.MSG_WAITALL) == b"manifestshare"
+    assert answer(one, 2, right) == b""
+    two, _ = connected()
+    assert answer(two, 1, right) == b""
+    one.close()
+    two.close()
+    server.close()

@@ -25,7 +25,7 @@ from megasao.conversion.blocks import FP8, Place, quantize_part, scale_shape
 from megasao.families import Rule
 from megasao.families.names import SCALE
 from megasao.megatron.bridge.local import LocalParameter, local_parameters
-from megasao.megatron.bridge.parts import part_rows, split
+from megasao.megatron.bridge.parts import part_rows, split, split_views
 from megasao.megatron.bridge.scales import agreed_scales
 from megasao.megatron.runtime import compute_device
 from megasao.storage.header import TensorInfo
@@ -80,6 +80,10 @@ class Outgoing:
             return tensor.index_select(0, which[start:stop])
         first = sum(self.rows[:part])
         return tensor[first + start : first + stop]
+
+    def view(self, part: int) -> Tensor:
+        """This rank's shard of one HF tensor, without a copy; of interleaved ones as [groups, rows of a group, ...]."""
+        return split_views(self.local.rule, at_least_1d(self.local.parameter.detach()), self.hf_config)[part]
 
     @property
     def scale_infos(self) -> list[TensorInfo]:

@@ -33,6 +33,12 @@ def merge(rule: Rule, parts: list[Tensor], hf_config: dict[str, Any]) -> Tensor:
 
 def split(rule: Rule, tensor: Tensor, hf_config: dict[str, Any]) -> list[Tensor]:
     """The rule's HF tensors from one Megatron tensor (whole, or one shard): the inverse of :func:`merge`."""
+    parts = split_views(rule, tensor, hf_config)
+    return [part.flatten(0, 1) for part in parts] if rule.kind == "qkv" else parts
+
+
+def split_views(rule: Rule, tensor: Tensor, hf_config: dict[str, Any]) -> list[Tensor]:
+    """As :func:`split`, without a copy; of qkv, whose rows are interleaved, as [groups, rows of a group, ...]."""
     if rule.kind == "direct":
         return [tensor]
     if rule.kind == "gate_up":
@@ -40,8 +46,7 @@ def split(rule: Rule, tensor: Tensor, hf_config: dict[str, Any]) -> list[Tensor]
     width = head_dim(hf_config)
     queries = hf_config["num_attention_heads"] // hf_config["num_key_value_heads"]
     groups = tensor.shape[0] // ((queries + 2) * width)
-    by_group = tensor.unflatten(0, (groups, -1)).split([queries * width, width, width], dim=1)
-    return [part.flatten(0, 1) for part in by_group]
+    return list(tensor.unflatten(0, (groups, -1)).split([queries * width, width, width], dim=1))
 
 
 def part_rows(rule: Rule, rows: int, hf_config: dict[str, Any]) -> list[int]:

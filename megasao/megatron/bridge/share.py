@@ -32,22 +32,36 @@ class _Source:
     part: int
     piece: Piece
 
+    @property
+    def end(self) -> int:
+        """How far the share is filled once it is copied."""
+        return self.piece.offset + self.piece.nbytes
+
 
 class RankShare:
-    """This rank's share of ``model``, and the host memory that it is copied into, version after version."""
+    """This rank's share of ``model``: what is in it, and where that comes from."""
 
     def __init__(self, model: "MegatronModel", bucket_bytes: int, *, fp8: bool = False) -> None:
         """``bucket_bytes``, rounded down to whole words, is what one checksum is of. ``fp8``: see ``outgoing``."""
-        self._model = model
-        self._sources, self.total_bytes = _sources(outgoing(model, fp8=fp8))
+        self.model = model
         self.bucket_bytes = bucket_bytes // ALIGNMENT * ALIGNMENT
-        # Memory that a GPU copies into directly.
-        self._flat = torch.zeros(self.total_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self.sources, self.total_bytes = _sources(outgoing(model, fp8=fp8))
+        self.batches = _batches(self.sources, self.bucket_bytes)
 
     @property
     def pieces(self) -> list[Piece]:
         """What is in it."""
-        return [source.piece for source in self._sources]
+        return [source.piece for source in self.sources]
+
+
+class ShareCopy:
+    """Memory that a rank's share is copied into, version after version."""
+
+    def __init__(self, share: RankShare, flat: Tensor) -> None:
+        """``flat``: uint8 [share.total_bytes] on the host, page-locked or not."""
+        assert len(flat) == share.total_bytes, (len(flat), share.total_bytes)
+        self._share, self._flat = share, flat
+        self._batches = [_Batch(sources, flat) for sources in share.batches]
 
     @property
     def data(self) -> memoryview:
@@ -60,34 +74,86 @@ class RankShare:
         Collective over data parallelism, and in FP8 over the ranks of a tensor. ValueError, at the end, names a tensor
         with numbers that FP8 cannot hold.
         """
-        self._model.finish_gathering()
+        share = self._share
+        share.model.finish_gathering()
         bytes_, sums = self._flat.numpy(), list[int]()
         refused: list[str] = []
         scales: list[Tensor] = []
-        for source in self._sources:
-            if source.part == 0:
-                scales = agreed_scales(source.of, self.bucket_bytes, refused)
-            for filled in self._copy(source, scales):
-                while (len(sums) + 1) * self.bucket_bytes <= filled:  # while it is in the cache
+        for batch in self._batches:
+            first = batch.sources[0]
+            if first.part == 0:
+                scales = agreed_scales(first.of, share.bucket_bytes, refused)
+            for filled in batch.copy(scales, share.bucket_bytes):
+                while (len(sums) + 1) * share.bucket_bytes <= filled:  # while it is in the cache
                     sums.append(self._sum(bytes_, len(sums)))
-        while len(sums) * self.bucket_bytes < self.total_bytes:
+        while len(sums) * share.bucket_bytes < share.total_bytes:
             sums.append(self._sum(bytes_, len(sums)))
         if refused:
             raise ValueError(f"weights to publish: {refused[0]}")
         return sums
 
     def _sum(self, bytes_: np.ndarray, bucket: int) -> int:
-        return bucket_sum(bytes_[bucket * self.bucket_bytes : (bucket + 1) * self.bucket_bytes])
+        each = self._share.bucket_bytes
+        return bucket_sum(bytes_[bucket * each : (bucket + 1) * each])
 
-    def _copy(self, source: _Source, scales: list[Tensor]) -> Iterator[int]:
-        """Copy one piece, some rows at a time; how far the share is filled after each. ``scales``: of its tensors."""
+
+class _Batch:
+    """Pieces that are copied together: small ones as they are, in one call; or a single one, by its rows."""
+
+    def __init__(self, sources: list[_Source], flat: Tensor) -> None:
+        self.sources, self._flat = sources, flat
+        self._places: list[int] = []
+        self._pairs: tuple[list[Tensor], list[Tensor]] = [], []
+
+    def copy(self, scales: list[Tensor], bucket_bytes: int) -> Iterator[int]:
+        """Copy; how far the share is filled after each step. ``scales``: of the tensors of a single piece."""
+        if not _is_small(self.sources[0], bucket_bytes):
+            yield from self._copy_rows(scales, bucket_bytes)
+            return
+        places = [source.of.local.parameter.data_ptr() for source in self.sources]
+        if places != self._places:
+            self._places, self._pairs = places, self._views()
+        torch._foreach_copy_(*self._pairs)
+        yield self.sources[-1].end
+
+    def _views(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Where each piece goes, and where it comes from, without rows that fill up a vocabulary."""
+        targets, origins = [], []
+        for source in self.sources:
+            target, origin = source.piece.view(self._flat), source.of.view(source.part)
+            if source.of.local.rule.kind != "qkv":
+                target, origin = _rows(target), origin[: len(_rows(target))]
+            targets.append(target.view(origin.shape))
+            origins.append(origin)
+        return targets, origins
+
+    def _copy_rows(self, scales: list[Tensor], bucket_bytes: int) -> Iterator[int]:
+        (source,) = self.sources
         piece, target = source.piece, _rows(source.piece.view(self._flat))
         row = math.prod(target.shape[1:]) * target.element_size()
-        each = max(self.bucket_bytes // max(row, 1), 1)
+        each = max(bucket_bytes // max(row, 1), 1)
         for start in range(0, len(target), each):
             stop = min(start + each, len(target))
             target[start:stop].copy_(source.of.rows_of(source.part, start, stop, scales))
             yield piece.offset + stop * row
+
+
+def _is_small(source: _Source, bucket_bytes: int) -> bool:
+    """Whether it is copied at once and as it is."""
+    return not source.of.fp8 and source.piece.nbytes <= bucket_bytes
+
+
+def _batches(sources: Sequence[_Source], bucket_bytes: int) -> list[list[_Source]]:
+    """Small neighbours together, up to a bucket, so that the checksums find them in the cache."""
+    batches: list[list[_Source]] = []
+    for source in sources:
+        last = batches[-1] if batches else []
+        joins = last and _is_small(last[0], bucket_bytes) and _is_small(source, bucket_bytes)
+        if joins and source.end - last[0].piece.offset <= bucket_bytes:
+            last.append(source)
+        else:
+            batches.append([source])
+    return batches
 
 
 def _rows(tensor: Tensor) -> Tensor:
