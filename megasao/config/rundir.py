@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from megasao.config.lock import exclusive
 from megasao.config.root import Config
-from megasao.storage.lock import exclusive
 
 CHANGE_WAIT_S = 30.0
 """Much longer than another process takes to record a change of the run's servers."""

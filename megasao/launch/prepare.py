@@ -15,9 +15,9 @@ from typing import Any
 from megasao.config import Config
 from megasao.config.errors import UserError
 from megasao.config.load import dump_config, load_config
+from megasao.config.lock import exclusive
 from megasao.config.rundir import Endpoints, RunDirectory, all_engine_names, server_ports, write_atomically
 from megasao.launch.ports import free_ports
-from megasao.storage.lock import exclusive
 from megasao.transport.keys import make_run_keys, make_server_key
 
 SAFE_TO_CHANGE = (
