@@ -332,6 +332,7 @@ def engine(
     if add is not None or remove is not None:
         if index is not None:
             raise UserError(f"--index {index} is of the launcher's servers; leave it out with --add and --remove")
+        _refuse_before_launch(directory)
         _change_servers(directory, config, add, remove)
         return
     from megasao.config.rundir import all_engine_names
@@ -340,9 +341,15 @@ def engine(
     which = index or 0
     if which >= len(names):
         raise UserError(f"--index {which}: the run has {len(names)} SGLang servers, counted from 0")
+    _refuse_before_launch(directory)
     from megasao.rollout.server import run as run_server
 
     run_server(directory, config, names[which])
+
+
+def _refuse_before_launch(run: "RunDirectory") -> None:
+    if run.controller_address() is None:
+        raise UserError(f"{run.path} was never launched (it has no endpoints.json); `megasao train CONFIG` does that")
 
 
 def _change_servers(run: "RunDirectory", config: "Config", add: int | None, remove: str | None) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from megasao.config.lock import exclusive
 from megasao.config.root import Config
-from megasao.storage.lock import exclusive
 
 CHANGE_WAIT_S = 30.0
 """Much longer than another process takes to record a change of the run's servers."""
@@ -142,8 +142,11 @@ class RunDirectory:
         return Path(config.buffer.payload_directory) / self._own_name(config) / name
 
     def _own_name(self, config: Config) -> str:
-        """Of this run among all that share a directory outside their own, also those of the same name."""
-        place = zlib.crc32(str(self.path.absolute()).encode())
+        """Of this run among all that share a directory outside their own, also those of the same name.
+
+        The same for all spellings of the run's place; links stay as they are, which nodes may see differently.
+        """
+        place = zlib.crc32(os.path.abspath(self.path).encode())
         return f"{config.run.name}-{place:08x}"
 
     def published(self, config: Config) -> Path:

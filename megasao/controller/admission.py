@@ -6,8 +6,11 @@ Invariants:
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from megasao.config import Config
+from megasao.config.architecture import read_hf_config
+from megasao.families.routing import Routing
 
 # Generous for what a row holds beside its per-token columns: ids, metrics, version spans, turn starts.
 _ROW_OVERHEAD_BYTES = 4096
@@ -25,7 +28,7 @@ class Admission:
     @classmethod
     def from_config(cls, config: Config) -> "Admission":
         """ValueError where one batch does not fit into ``buffer.max_bytes``."""
-        worst = config.environment.longest_episode * _BYTES_PER_TOKEN + _ROW_OVERHEAD_BYTES
+        worst = config.environment.longest_episode * (_BYTES_PER_TOKEN + _expert_bytes(config)) + _ROW_OVERHEAD_BYTES
         need = worst * config.loop.batch_size
         if need > config.buffer.max_bytes:
             raise ValueError(
@@ -44,3 +47,14 @@ class Admission:
         by_count = self.limit - waiting - leased
         by_bytes = (self.max_bytes - waiting_bytes) // self.worst_bytes - leased
         return max(0, min(by_count, by_bytes))
+
+
+def _expert_bytes(config: Config) -> int:
+    """What the experts take that are recorded for a token; 0 where the model is not here to tell."""
+    if not config.actor.router_replay:
+        return 0
+    try:
+        routing = Routing.of(read_hf_config(Path(config.model.path)))
+    except ValueError:  # whoever needs the model says what is wrong with it
+        return 0
+    return routing.token_bytes if routing is not None else 0

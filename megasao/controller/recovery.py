@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megasao.config import Config
+from megasao.config.lock import exclusive
 from megasao.config.rundir import RunDirectory
 from megasao.controller.leases import granted_version
 from megasao.controller.state import ControllerState
 from megasao.environments.base import Environment
 from megasao.environments.benchmarks.background import BackgroundBenchmark
 from megasao.observability.jsonl import parse_lines
-from megasao.storage.lock import exclusive
 from megasao.trajectories.buffer import Summary, summarise
 from megasao.trajectories.journal import SEGMENT_BYTES, Journal
 from megasao.trajectories.ledger import Ledger

@@ -15,9 +15,9 @@ from typing import Any
 from megasao.config import Config
 from megasao.config.errors import UserError
 from megasao.config.load import dump_config, load_config
+from megasao.config.lock import exclusive
 from megasao.config.rundir import Endpoints, RunDirectory, all_engine_names, server_ports, write_atomically
 from megasao.launch.ports import free_ports
-from megasao.storage.lock import exclusive
 from megasao.transport.keys import make_run_keys, make_server_key
 
 SAFE_TO_CHANGE = (
@@ -29,6 +29,8 @@ SAFE_TO_CHANGE = (
     "supervision",
     "slurm",
     "weights",
+    "plan",  # it and simulate are read by commands of their own; the plan's fleet must be that of slurm
+    "simulate",
 )
 _SAME_BY_CONSTRUCTION = ("run.directory",)  # may be spelled another way for the same place
 _LOCK = "lock"

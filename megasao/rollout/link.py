@@ -103,10 +103,6 @@ class ControllerLink:
         """The controller does not know this worker: say ``Hello`` before anything else."""
         self.connected = False
 
-    async def close(self) -> None:
-        """Close the socket; what it still holds is sent for a bounded time."""
-        self._socket.close()
-
     async def _send_frames(self, frames: list[Any]) -> bool:
         try:
             await self._socket.send_multipart(frames, flags=zmq.NOBLOCK)

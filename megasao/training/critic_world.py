@@ -110,8 +110,8 @@ class CriticWorld:
     def longest_silence_s(self) -> float:
         """The bounds of the actor's own waits between two commands, together."""
         config = self.config
-        waits = (config.value_model.timeout_s, config.loop.batch_timeout_s, config.checkpoint.timeout_s)
-        return sum(waits) + config.evaluation.timeout_s
+        batch = 3 * config.loop.batch_timeout_s  # for it, for its payload, and for another one where that is lost
+        return config.value_model.timeout_s + batch + config.checkpoint.timeout_s + config.evaluation.timeout_s
 
     def train_step(self, command: Train) -> None:
         """Values of the step's trajectories to the actor, then the K updates."""

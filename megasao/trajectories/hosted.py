@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from megasao.storage.lock import exclusive
+from megasao.config.lock import exclusive
 from megasao.trajectories.buffer import Summary, summarise
 from megasao.trajectories.columns import conform
 from megasao.trajectories.journal import SEGMENT_BYTES, Journal

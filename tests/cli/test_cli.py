@@ -232,6 +232,14 @@ def test_a_server_that_is_added_or_removed_has_no_index(tmp_path: Path) -> None:
     assert result.returncode == 2 and "--index 1 is of the launcher's servers" in result.stderr
 
 
+@pytest.mark.parametrize("change", [["--add", "0"], ["--remove", "engine-0-1"], []])
+def test_servers_of_a_run_that_was_never_launched(tmp_path: Path, change: list[str]) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(LAPTOP, ["rollout.engine=sglang"])))
+    result = megasao("engine", "--run", tmp_path, *change)
+    assert result.returncode == 2 and "was never launched" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_help_lists_every_command() -> None:
     result = megasao("--help")
     for command in ("check", "train", "sft", "report", "info", "controller", "rollout", "engine", "trainer"):

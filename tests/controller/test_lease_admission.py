@@ -1,5 +1,7 @@
 """Who gets leases, and how many: room, credit, concurrency, and what the mode allows."""
 
+from pathlib import Path
+
 import pytest
 from controller_support import A, B, deliver, granted, make_config, make_state, ready
 
@@ -49,6 +51,24 @@ def test_bytes_bound_the_buffer_with_each_lease_at_its_worst_case():
 def test_a_buffer_that_cannot_hold_a_batch_is_refused_by_name():
     with pytest.raises(ValueError, match=r"buffer\.max_bytes = 1000 cannot hold one batch"):
         make_state(make_config(buffer={"max_bytes": 1000}))
+
+
+def test_recorded_experts_count_in_the_worst_case(tmp_path):
+    """They are most of a row: a batch that does not fit with them would never be complete."""
+    architecture = Path(__file__).parents[2] / "configs" / "models" / "qwen3_30b_a3b.json"
+    (tmp_path / "config.json").write_text(architecture.read_text())
+
+    def bounds(replay: bool, path=tmp_path, **buffer) -> Admission:
+        actor = {"optimizer": {"lr": 1e-4}, "router_replay": replay}
+        return Admission.from_config(make_config(actor=actor, model={"path": str(path)}, buffer=buffer))
+
+    plain, tokens = bounds(False).worst_bytes, make_config().environment.max_tokens
+    assert bounds(True).worst_bytes - plain == tokens * 48 * 8, "48 layers, 8 choices, a byte each"
+    assert bounds(True, tmp_path / "absent").worst_bytes == plain, "then the rows themselves tell"
+    enough = make_config().loop.batch_size * plain
+    bounds(False, max_bytes=enough)
+    with pytest.raises(ValueError, match="cannot hold one batch"):
+        bounds(True, max_bytes=enough)
 
 
 def test_leases_are_spread_and_never_exceed_credit_or_concurrency():

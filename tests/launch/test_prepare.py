@@ -94,6 +94,9 @@ def test_resume_may_change_what_is_safe(tmp_path: Path) -> None:
         "benchmarks.samples=2",
         "supervision.max_restarts=1",
         "weights.transport=disk",
+        "plan.rollout_gpus=16",
+        "slurm.rollout_nodes=1",
+        "slurm.gpus_per_node=16",
     )
     with prepared_run(changed, resume=True) as run:
         assert load_config(run.config) == changed
@@ -120,6 +123,19 @@ def test_the_same_directory_may_be_spelled_another_way(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     with prepared_run(config(Path(".")), resume=True):
         pass
+
+
+def test_what_a_run_keeps_elsewhere_is_found_by_any_spelling_of_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may be resumed by another one: its payload must not seem to be lost then."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    made = config(tmp_path, "buffer.payload=rollout", f"buffer.payload_directory={tmp_path}/disk")
+    spelled = [tmp_path / "runs" / "laptop", Path("../runs/laptop"), tmp_path / "here" / ".." / "runs" / "laptop"]
+    assert len({RunDirectory(path).payload(made, "rollout-0") for path in spelled}) == 1
+    other = RunDirectory(tmp_path / "here" / "runs" / "laptop")
+    assert other.payload(made, "rollout-0") != RunDirectory(spelled[0]).payload(made, "rollout-0")
 
 
 def test_two_launchers_cannot_hold_one_run(tmp_path: Path) -> None:

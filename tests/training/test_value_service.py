@@ -165,7 +165,7 @@ def test_an_actor_that_is_silent_is_an_error(service: ValueService, client: Requ
     world = CriticWorld(**parts, config=config, topology=ALONE, service=service, lifesign=lifesign)
     ask(client, Save(4))
     assert world.next_command() == Save(4)
-    with pytest.raises(TimeoutError, match=r"after step 0 the actor asked for nothing in 0\.4 s"):
+    with pytest.raises(TimeoutError, match=r"after step 0 the actor asked for nothing in 0\.6 s"):
         world.next_command()
 
 
