@@ -209,7 +209,7 @@ def test_a_trainer_that_was_killed_leaves_the_engine_its_version_and_gives_no_ot
                 await connected(sender, 1)
                 assert (await publish(sender, 8, memories)).engines == ["rollout-0"]
                 os.kill(process.pid, signal.SIGKILL)
-                process.join(20)
+                process.join(60)
                 assert equal(receiver.latest()[1], weights(8))
                 result = await publish(sender, 9, memories)
                 assert result.engines == [] and "of trainer rank" in result.quarantined["rollout-0"]
