@@ -353,6 +353,8 @@ def _refuse_before_launch(run: "RunDirectory") -> None:
 
 
 def _change_servers(run: "RunDirectory", config: "Config", add: int | None, remove: str | None) -> None:
+    from megasao.config.rundir import server_ports
+    from megasao.launch.ports import free_ports
     from megasao.rollout import registration
 
     try:
@@ -360,7 +362,8 @@ def _change_servers(run: "RunDirectory", config: "Config", add: int | None, remo
             registration.remove(run, config, remove)
         if add is None:
             return
-        name = registration.add(run, config, add)
+        [port] = free_ports(1, promised=server_ports(config) or ())
+        name = registration.add(run, config, add, port)
     except (ValueError, TimeoutError) as error:
         raise UserError(str(error)) from error
     from megasao.rollout.server import run as run_server
