@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from megasao.storage.atomic import sync
 from megasao.trajectories.columns import SCHEMA
 from megasao.trajectories.ipc import READ_ERRORS, check_buffers
 
@@ -126,7 +127,7 @@ class Journal:
         self._current = max([self._current, *self.segments()]) + 1
         self._file = self.path(self._current).open("xb", buffering=_WRITE_BUFFER)
         self._writer = pa.ipc.new_stream(self._file, SCHEMA)
-        sync_directory(self.directory)
+        sync(self.directory)
 
     def _recover_segment(self, segment: int, *, is_newest: bool) -> Iterator[tuple[pa.RecordBatch, Location]]:
         path = self.path(segment)
@@ -194,15 +195,6 @@ def _whole_batch_after(path: Path, damaged: int) -> bool:
             pass
         position = data.find(_MARKER, position + 1)
     return False
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in ``directory`` durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_checked(reader: Any) -> pa.RecordBatch:
