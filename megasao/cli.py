@@ -366,12 +366,16 @@ def _change_servers(run: "RunDirectory", config: "Config", add: int | None, remo
         name = registration.add(run, config, add, port)
     except (ValueError, TimeoutError) as error:
         raise UserError(str(error)) from error
+    from megasao.rollout.server import ServerDied
     from megasao.rollout.server import run as run_server
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))  # its server must not outlive it
     typer.echo(f"{name} starts")
     try:
         run_server(run, config, name, added=True)
+    except ServerDied as died:
+        _complain(f"{name}: {died}")
+        raise typer.Exit(RUN_FAILED) from None
     finally:
         run.change_engines(lambda engines: registration.without(engines, name))
 
