@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megasao.trajectories.hosted import PayloadJournal
+from megasao.trajectories.journal import Journal
 from megasao.trajectories.schema import Trajectory, from_batch, to_batch
 
 
@@ -97,6 +98,28 @@ def test_what_cannot_be_read_any_more_is_lacking(tmp_path: Path) -> None:
     assert journal.take_lacking() == ["b", "a"]
     assert from_batch(journal.fetch(["c"])) == rows("c") and journal.take_lacking() == []
     journal.close()
+
+
+def test_a_damaged_segment_costs_its_own_rows_only(tmp_path: Path) -> None:
+    """The controller assembles other trajectories in their place; a worker that did not start would end the run."""
+    journal = PayloadJournal(tmp_path, segment_bytes=1)
+    for name in "abc":
+        journal.keep(to_batch(rows(name)))
+    journal.close()
+    _, second, _ = sorted(tmp_path.glob("*.arrow"))
+    second.write_bytes(bytes(second.stat().st_size))
+    again = PayloadJournal(tmp_path)
+    assert names(again) == ["a", "c"]
+    [damage] = again.damage
+    assert second.name in damage and "is damaged after byte 0" in damage
+    with pytest.raises(ValueError, match="first 'b'"):
+        again.fetch(["b", "c"])
+    assert again.take_lacking() == ["b"]
+    again.keep(to_batch(rows("d")))
+    assert from_batch(again.fetch(["a", "c", "d"])) == rows("a", "c", "d")
+    again.close()
+    with pytest.raises(ValueError, match="is damaged"):
+        list(Journal(tmp_path).recover())
 
 
 def test_it_is_read_while_it_is_written(tmp_path: Path) -> None:
