@@ -29,7 +29,9 @@ import psutil
 from megasao.launch.ports import free_ports
 
 _ranks = multiprocessing.get_context("forkserver")
-_ranks.set_forkserver_preload(["tests.megatron.cases", "tests.megatron.family_cases", "tests.training.cases"])
+_ranks.set_forkserver_preload(
+    ["megasao.megatron", "tests.megatron.cases", "tests.megatron.family_cases", "tests.training.cases"]
+)
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 300.0
