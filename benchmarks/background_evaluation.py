@@ -9,6 +9,7 @@ writes the numbers.
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq.asyncio
+from safetensors.torch import load_file
 
 from megasao.config import Config
 from megasao.config.lifesign import LifeSign
@@ -27,20 +29,25 @@ from megasao.environments.encoding import TokenizerCodec
 from megasao.environments.registry import make_environment
 from megasao.launch.ports import free_ports
 from megasao.rollout.engines.base import Engine, GenerateRequest, GenerateResult
+from megasao.rollout.engines.embedded import EmbeddedEngine
+from megasao.rollout.engines.embedded_model import EmbeddedModel
 from megasao.rollout.episode import EpisodeRunner
 from megasao.rollout.link import ControllerLink
 from megasao.rollout.service import RolloutService
-from megasao.studies.tiny_model import write_tokenizer
+from megasao.studies.tiny_model import write_model, write_tokenizer
 from megasao.transport.client import ControllerClient
 from megasao.transport.endpoints import connect_dealer
 from megasao.transport.messages import BatchRequest, EvaluateRequest, FinishRequest, Manifest, Status, StatusRequest
 
 PATIENCE_S = 60.0
 BATCH = 16
+LAPTOP_MODEL = {"seed": 0, "hidden": 128, "layers": 2, "experts": 8, "moe_hidden": 96}
 
 
 class WaitingEngine(Engine):
     """Answers every request after the same time."""
+
+    processor_seconds = 0.0
 
     def __init__(self, codec: TokenizerCodec, seconds: float) -> None:
         self._answer, self._seconds = codec.encode("<answer>7</answer>"), seconds
@@ -80,14 +87,40 @@ class WaitingEngine(Engine):
         return {"generated_tokens": float(self.turns), "busy_seconds": 0.0}
 
 
+class PinnedEngine(EmbeddedEngine):
+    """Computes on one core, and counts the processor time of its thread."""
+
+    def __init__(self, path: Path, config: Config, core: int) -> None:
+        super().__init__(path, config.rollout.embedded, max_total_tokens=config.environment.max_tokens, seed=core)
+        self._core, self.processor_seconds = core, 0.0
+
+    def _load(self) -> EmbeddedModel:
+        os.sched_setaffinity(0, {self._core})
+        return super()._load()
+
+    async def close(self) -> None:
+        """As ever, once the processor time of the model thread is known."""
+        assert self._thread is not None
+        self.processor_seconds = await asyncio.get_running_loop().run_in_executor(self._thread, time.thread_time)
+        await super().close()
+
+    @property
+    def turns(self) -> int:
+        """Tokens here, since a turn has as many as the model writes."""
+        return int(self.stats()["generated_tokens"])
+
+
 class OneVersion:
     """The worker's weights: version 0, for ever."""
 
     quarantined: str | None = None
     version: int | None = 0
 
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._tensors = tensors
+
     def latest(self) -> tuple[int, Mapping[str, Any]] | None:
-        return 0, {}
+        return 0, self._tensors
 
     async def wait_for_version(self, version: int, timeout: float) -> int:
         return 0
@@ -116,27 +149,41 @@ def train(address: str, seconds: float, *, evaluating: bool) -> float:
     return rate
 
 
-async def work(config: Config, address: str, directory: Path, seconds: float, turn_s: float, evaluating: bool) -> Any:
-    """One worker until the trainer's side is done; (rollouts a second, evaluation turns)."""
+def make_engines(config: Config, codec: TokenizerCodec, directory: Path, turn_s: float | None) -> list[Any]:
+    """Of the rollouts and of the evaluations: those that wait, or embedded ones without ``turn_s``."""
+    if turn_s is not None:
+        return [WaitingEngine(codec, turn_s) for _ in range(2)]
+    return [PinnedEngine(directory, config, core) for core in (0, 1)]
+
+
+async def work(
+    config: Config, address: str, directory: Path, seconds: float, turn_s: float | None, evaluating: bool
+) -> Any:
+    """One worker until the trainer's side is done; (rollouts a second, the two engines)."""
     codec, context = TokenizerCodec.from_directory(directory), zmq.asyncio.Context()
-    engines = [WaitingEngine(codec, turn_s) for _ in range(2)]
+    engines = make_engines(config, codec, directory, turn_s)
+    for engine in engines:
+        await engine.start()
     environment = make_environment(config.environment)
     runners = [EpisodeRunner.build(environment, engine, codec, config.environment) for engine in engines]
     dealer = connect_dealer(context, address, identity=b"rollout-0", high_water_mark=1000)
     link = ControllerLink(dealer, address, "rollout-0", heartbeat_s=1.0, give_up_after_s=PATIENCE_S)
-    service = RolloutService(config, link, *runners, OneVersion(), LifeSign(directory / "beat"))
+    weights = OneVersion(load_file(directory / "model.safetensors") if turn_s is None else {})
+    service = RolloutService(config, link, *runners, weights, LifeSign(directory / "beat"))
     serving = asyncio.create_task(service.run())
     try:
         rate = await asyncio.to_thread(train, address, seconds, evaluating=evaluating)
         await asyncio.wait_for(serving, PATIENCE_S)
     finally:
         serving.cancel()
+        for engine in engines:
+            await engine.close()
         dealer.close(linger=0)
         context.term()
-    return rate, engines[1].turns
+    return rate, engines
 
 
-def measure(directory: Path, seconds: float, turn_s: float, *, evaluating: bool) -> Any:
+def measure(directory: Path, seconds: float, turn_s: float | None, *, evaluating: bool) -> Any:
     """One run with a controller of its own."""
     config = Config.model_validate(
         {
@@ -169,24 +216,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--turn", type=float, default=0.5, help="seconds of a turn, on either engine")
+    parser.add_argument("--embedded", action="store_true", help="embedded engines, on a core each")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if given.embedded:
+        os.sched_setaffinity(0, {0})  # of this thread, those that it starts, and the controller
     rates: dict[str, list[float]] = {"alone": [], "beside evaluations": []}
     turns = 0
     for _ in range(given.repeats):
         for name, evaluating in (("alone", False), ("beside evaluations", True)):
             with tempfile.TemporaryDirectory() as directory:
                 write_tokenizer(Path(directory))
-                rate, evaluated = measure(Path(directory), given.seconds, given.turn, evaluating=evaluating)
+                if given.embedded:
+                    write_model(Path(directory), **LAPTOP_MODEL)
+                turn_s = None if given.embedded else given.turn
+                rate, engines = measure(Path(directory), given.seconds, turn_s, evaluating=evaluating)
             rates[name].append(rate)
-            turns += evaluated
-            print(f"{name}: {rate:.1f} rollouts a second, {evaluated} evaluation episodes", flush=True)
+            turns += engines[1].turns
+            done = [f"{engine.turns} {'tokens' if given.embedded else 'turns'}" for engine in engines]
+            took = [f"{engine.processor_seconds:.1f} s of its core" for engine in engines]
+            print(f"{name}: {rate:.1f} rollouts a second, rollouts {done[0]}, evaluations {done[1]}", end="")
+            print(f", {' and '.join(took)}" if given.embedded else "", flush=True)
     best = {name: max(found) for name, found in rates.items()}
     ratio = best["beside evaluations"] / best["alone"]
     print(f"beside evaluations / alone = {ratio:.3f} (best of {given.repeats})")
     if given.json is not None:
-        given.json.write_text(json.dumps({**rates, "ratio": ratio, "evaluation_episodes": turns}))
+        given.json.write_text(json.dumps({**rates, "ratio": ratio, "evaluation_turns": turns}))
 
 
 if __name__ == "__main__":

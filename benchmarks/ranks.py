@@ -2,18 +2,17 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from megasao.launch.ports import free_ports
+
 
 def run_ranks(script: str, count: int, arguments: Sequence[str]) -> list[Any]:
     """``python script ARGUMENTS`` as ``count`` ranks of one world; what each printed last, which must be JSON."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(

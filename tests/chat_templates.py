@@ -236,12 +236,13 @@ FAMILIES = {"qwen3": QWEN3, "qwen3_thinking": QWEN3_THINKING, "glm45": GLM45, "g
 
 
 def published_templates() -> dict[str, str]:
-    """Published chat templates that are at hand: those which the package trl carries as the models ship them, and every
-    ``*.jinja`` in the directory that MEGASAO_CHAT_TEMPLATES names."""
+    """Published chat templates that are at hand: those which the package trl carries as the models ship them, GLM's
+    later ones (``make chat-templates``), and every ``*.jinja`` in the directory that MEGASAO_CHAT_TEMPLATES names."""
     found = importlib.util.find_spec("trl")  # its files only: nothing of it is imported
     directories = (
         [Path(place) / "chat_templates" for place in (found.submodule_search_locations or [])] if found else []
     )
+    directories.append(Path(__file__).parents[1] / "build" / "chat_templates")
     if named := os.environ.get("MEGASAO_CHAT_TEMPLATES"):
         directories.append(Path(named))
     return {
@@ -252,7 +253,7 @@ def published_templates() -> dict[str, str]:
 def family_of(template: str) -> Family | None:
     """The family whose turns this published template writes; None for other models and other formats of calls."""
     if "[gMASK]<sop>" in template and "<arg_key>" in template:
-        family = GLM45 if "'\\n<tool_call>'" in template else GLM5
+        family = GLM5 if "'<tool_call>' +" in template else GLM45
     elif "<|start_header_id|>" in template and "ipython" in template:
         family = LLAMA3
     elif "<|im_start|>" in template and '{"name": ' in template.replace("\\", "") and "<function=" not in template:

@@ -15,7 +15,7 @@ def read_hf_config(path: Path) -> dict[str, Any]:
     """
     file = path / "config.json"
     if not file.is_file():
-        raise ValueError(f"{path} is not a Hugging Face checkpoint: it has no config.json")
+        raise ValueError(f"{path} is not a Hugging Face checkpoint: it has no config.json; give the directory that has")
     return read_architecture(file)
 
 
@@ -28,9 +28,9 @@ def read_architecture(file: Path) -> dict[str, Any]:
     try:
         hf_config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from None
+        raise ValueError(f"{file} is not valid JSON: {error}; copy it again") from None
     if not isinstance(hf_config, dict):
-        raise ValueError(f"{file} is not a JSON object")
+        raise ValueError(f"{file} is not a JSON object, as every model's config.json is; copy it again")
     try:
         family_of(hf_config).check(hf_config)
     except ValueError as error:

@@ -416,6 +416,9 @@ def _router(config: "Config") -> Iterator[Problem]:
     if options.prefill_servers and options.router is None:
         reason = "a router leads a request from the one kind of server to the other; set rollout.sglang.router"
         yield Problem("rollout.sglang.prefill_servers", reason)
+    if options.prefill_servers and options.server_args.get("disaggregation_transfer_backend") == "fake":
+        reason = "fake moves no keys and values, so that servers would decode after nothing; use mooncake or nixl"
+        yield Problem("rollout.sglang.server_args.disaggregation_transfer_backend", reason)
     if options.router is None:
         return
     if config.rollout.engine != "sglang":
@@ -461,9 +464,9 @@ def sglang(config: "Config") -> Iterator[Problem]:
     if options.server_args and config.rollout.engine != "sglang":
         reason = f"has no reader while rollout.engine = {config.rollout.engine}; set rollout.engine to sglang"
         yield Problem("rollout.sglang.server_args", reason)
-    last = config.rollout.workers * (options.servers + 1)
-    if options.first_port is not None and options.first_port + last > 65536:
-        yield Problem("rollout.sglang.first_port", f"{last} servers from port {options.first_port} on go beyond 65535")
+    ports = config.rollout.workers * (options.servers + 1) + options.prefill_servers
+    if options.first_port is not None and options.first_port + ports > 65536:
+        yield Problem("rollout.sglang.first_port", f"{ports} ports from {options.first_port} on go beyond 65535")
 
 
 RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (

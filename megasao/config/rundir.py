@@ -1,6 +1,5 @@
 """Where a run keeps its files, and how its processes find each other."""
 
-import fcntl
 import json
 import os
 import zlib
@@ -9,6 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megasao.config.root import Config
+from megasao.storage.lock import exclusive
+
+CHANGE_WAIT_S = 30.0
+"""Much longer than another process takes to record a change of the run's servers."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -35,6 +38,15 @@ def all_engine_names(config: Config) -> list[str]:
         training, evaluation = engine_names(config, worker)
         names += [*training, evaluation]
     return names
+
+
+def server_ports(config: Config) -> range | None:
+    """Ports from ``rollout.sglang.first_port`` on: one for each server, in order, then one where each server that only
+    prefills is met. None where free ones are taken."""
+    options, servers = config.rollout.sglang, len(all_engine_names(config))
+    if options.first_port is None:
+        return None
+    return range(options.first_port, options.first_port + servers + (options.prefill_servers if servers else 0))
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,7 @@ class RunDirectory:
         return Path(config.buffer.payload_directory) / self._own_name(config) / name
 
     def _own_name(self, config: Config) -> str:
+        """Of this run among all that share a directory outside their own, also those of the same name."""
         place = zlib.crc32(str(self.path.absolute()).encode())
         return f"{config.run.name}-{place:08x}"
 
@@ -144,8 +157,7 @@ class RunDirectory:
 
     def node_weights(self, config: Config, name: str) -> Path:
         """Where each node of the SGLang server ``name`` keeps weights itself; no other run has this directory."""
-        place = zlib.crc32(str(self.path.absolute()).encode())
-        return Path(config.weights.node_directory) / f"{config.run.name}-{place:08x}" / name
+        return Path(config.weights.node_directory) / self._own_name(config) / name
 
     def node_marker(self, role: str) -> Path:
         """Which versions the node of ``role`` has there."""
@@ -203,9 +215,11 @@ class RunDirectory:
         return Endpoints(**json.loads((self.path / "endpoints.json").read_text(encoding="utf-8")))
 
     def change_engines(self, change: Callable[[dict[str, str]], dict[str, str]]) -> None:
-        """Record other SGLang servers, made by ``change`` of those that are recorded; one process at a time does so."""
-        with (self.path / "endpoints.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        """Record other SGLang servers, made by ``change`` of those that are recorded; one process at a time does so.
+
+        ValueError where another one takes longer than CHANGE_WAIT_S.
+        """
+        with exclusive(self.path / "endpoints.lock", "process that changes the servers", wait_s=CHANGE_WAIT_S):
             endpoints = self.read_endpoints()
             self.write_endpoints(replace(endpoints, engines=change(dict(endpoints.engines))))
 

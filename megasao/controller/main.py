@@ -9,7 +9,7 @@ from megasao.controller.recovery import Opened
 from megasao.controller.server import ControllerServer
 from megasao.environments.benchmarks.background import background_benchmarks
 from megasao.environments.registry import make_environment
-from megasao.transport.keys import load_keys
+from megasao.transport.keys import keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ LOCK_WAIT_S = 10.0
 
 def run(run: RunDirectory, config: Config) -> None:
     """Serve the run until its trainer says that it is finished, or SIGTERM. Continues from what is on disk."""
-    keys = load_keys(run.keys) if config.transport.curve else None
+    keys = keys_of(run, config)
     environment = make_environment(config.environment)
     opened = Opened(run, lock_wait_s=LOCK_WAIT_S)
     server = ControllerServer(

@@ -18,10 +18,10 @@ from megasao.controller.state import ControllerState
 from megasao.environments.base import Environment
 from megasao.environments.benchmarks.background import BackgroundBenchmark
 from megasao.observability.jsonl import parse_lines
+from megasao.storage.lock import exclusive
 from megasao.trajectories.buffer import Summary, summarise
 from megasao.trajectories.journal import SEGMENT_BYTES, Journal
 from megasao.trajectories.ledger import Ledger
-from megasao.trajectories.lock import exclusive
 from megasao.trajectories.store import JournalStore
 
 

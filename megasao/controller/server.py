@@ -181,7 +181,7 @@ class ControllerServer:
                 unknown = self.state.hello(peer, message.peer, message.active_leases, now, message.payload)
                 self._answer(peer, self._welcome(unknown, peer, now))
             case Hello():
-                self._answer(peer, self._welcome([]))
+                self._answer(peer, self._welcome([], peer, now))
             case Credit():
                 if not self.state.credit(peer, message.free, message.weight_version, now, message.evaluation_free):
                     self._answer(peer, Refused(SAY_HELLO))
@@ -272,15 +272,16 @@ class ControllerServer:
 
     def _send_leases(self, now: float) -> None:
         for peer, lease_ids in self.state.take_recalled().items():
-            self._answer(peer, self._welcome(lease_ids))
+            self._answer(peer, self._welcome(lease_ids, peer, now))
         if self._finish is None:
             for peer, leases in self.state.grant(now).items():
                 self._answer(peer, Leases(leases))
 
-    def _welcome(self, unknown: list[str], peer: bytes = b"", now: float = 0.0) -> Welcome:
+    def _welcome(self, unknown: list[str], peer: bytes, now: float) -> Welcome:
         worker = peer.decode(errors="replace")
         servers, leaving = self._servers.of(worker, now), self._servers.leaving(worker)
-        return Welcome(self._config.run.name, unknown, self._incarnation, servers, leaving)
+        incarnation = f"{self._incarnation}.{self.state.workers.losses(peer)}"
+        return Welcome(self._config.run.name, unknown, incarnation, servers, leaving)
 
     # make durable, answer
 

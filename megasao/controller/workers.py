@@ -6,6 +6,7 @@ Invariants:
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 MAX_STATS = 64
@@ -33,6 +34,7 @@ class WorkerBook:
     def __init__(self, dead_after_s: float) -> None:
         self._dead_after_s = dead_after_s
         self._workers: dict[bytes, Worker] = {}
+        self._losses: Counter[bytes] = Counter()
         self._rates = Rates()
 
     def __contains__(self, peer: bytes) -> bool:
@@ -82,8 +84,12 @@ class WorkerBook:
 
     def remove(self, peer: bytes) -> None:
         """Forget a worker."""
-        self._workers.pop(peer, None)
+        self._losses[peer] += self._workers.pop(peer, None) is not None
         self._rates.forget(peer)
+
+    def losses(self, peer: bytes) -> int:
+        """How often a worker was here and was forgotten."""
+        return self._losses[peer]
 
     def engine_totals(self) -> dict[str, float]:
         """``engine/`` totals of the workers that are there, as of their last heartbeats; empty before the first."""

@@ -1,9 +1,11 @@
 """The commands of ``megasao convert``. Modules that import torch are imported inside them."""
 
 import time
+from collections.abc import Callable
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
@@ -16,12 +18,14 @@ DIFFERENT = 1
 _SHOWN = 40
 """Differences that are listed; the others are counted."""
 
+P = ParamSpec("P")
+
 app = typer.Typer(help="Convert, quantise and compare checkpoints, with little memory.", no_args_is_help=True)
 
 HfDir = Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint directory.")]
 OutDir = Annotated[Path, typer.Argument(metavar="OUT_DIR", help="Directory to make; it must not exist.")]
 Parallel = Annotated[int, typer.Option(min=1, help="Files that are made at the same time.")]
-ShardGb = Annotated[float, typer.Option(min=0.000001, help="Most GB of one file.")]
+ShardGb = Annotated[float, typer.Option(min=0.000001, max=1e6, help="Most GB of one file.")]
 
 
 class Fp8Format(StrEnum):
@@ -31,7 +35,24 @@ class Fp8Format(StrEnum):
     fp8_tensor = "fp8_tensor"
 
 
+def _told(command: Callable[P, None]) -> Callable[P, None]:
+    """A command that says of a file or directory which the system refuses what is wrong with it."""
+
+    @wraps(command)
+    def told(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except OSError as error:
+            raise UserError(
+                f"{error.filename or 'a file'}: {error.strerror or error}; it must be there and readable, and the "
+                "directory around OUT_DIR writable"
+            ) from error
+
+    return told
+
+
 @app.command()
+@_told
 def verify(
     a: Annotated[Path, typer.Argument(metavar="A", help="Checkpoint directory, or a safetensors file.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="What it is compared with.")],
@@ -55,6 +76,7 @@ def verify(
 
 
 @app.command()
+@_told
 def quantize(
     hf_dir: HfDir,
     out_dir: OutDir,
@@ -90,6 +112,7 @@ def quantize(
 
 
 @app.command("hf-to-megatron")
+@_told
 def hf_to_megatron(hf_dir: HfDir, out_dir: OutDir, parallel: Parallel = 1, shard_gb: ShardGb = 5.0) -> None:
     """Make a training checkpoint that the trainer loads under any layout; FP8 becomes bfloat16."""
     from megasao.conversion.to_megatron import hf_to_model
@@ -98,6 +121,7 @@ def hf_to_megatron(hf_dir: HfDir, out_dir: OutDir, parallel: Parallel = 1, shard
 
 
 @app.command("megatron-to-hf")
+@_told
 def megatron_to_hf(
     ckpt_dir: Annotated[
         Path,

@@ -11,9 +11,11 @@ from megasao.config.architecture import read_hf_config
 from megasao.config.errors import UserError
 from megasao.conversion.blocks import BLOCK, FP8, Block, scale_shape
 from megasao.conversion.tasks import Copy, Dequantize, Task
-from megasao.families.names import SCALE, Role, name_problem, value_head_names
+from megasao.families.names import SCALE, Role, fp8_names, name_problem, value_head_names
 from megasao.storage.hf_directory import INDEX, checkpoint_files, read_index
 from megasao.storage.reader import TensorFiles
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,12 @@ class HfCheckpoint:
 
 
 def open_hf(path: Path) -> HfCheckpoint:
-    """Open a checkpoint and check all that can be checked without reading a tensor.
+    """Open a checkpoint and check all that can be checked without reading a tensor, but for the scales of FP8.
 
     Raises:
         UserError: no such directory; a family or a quantisation that is not supported; a file missing, truncated or
-            other than the index says; a tensor missing, unknown or of a shape that does not belong.
+            other than the index says; a tensor missing, unknown, or of a shape or dtype that does not belong; a scale
+            that is no number.
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a directory; give a Hugging Face checkpoint directory")
@@ -69,12 +72,16 @@ def open_hf(path: Path) -> HfCheckpoint:
     except ValueError as error:
         raise UserError(str(error)) from error
     checkpoint = HfCheckpoint(path, hf_config, files, _block(path, hf_config))
-    problem = _index_problem(index, files) or _scale_problem(checkpoint)
     problem = (
-        problem or name_problem(hf_config, checkpoint.role, set(checkpoint.weights())) or _shape_problem(checkpoint)
+        _index_problem(index, files)
+        or _scale_problem(checkpoint)
+        or name_problem(hf_config, checkpoint.role, set(checkpoint.weights()))
+        or _dtype_problem(checkpoint)
+        or _shape_problem(checkpoint)
+        or _unusable_scale(checkpoint)
     )
     if problem:
-        raise UserError(f"{path} {problem}")
+        raise UserError(f"{path} {problem}; copy it again, with the config.json that belongs to it")
     return checkpoint
 
 
@@ -82,14 +89,15 @@ def _block(path: Path, hf_config: dict[str, Any]) -> Block | None:
     quantization = hf_config.get("quantization_config")
     if quantization is None:
         return None
-    block = quantization.get("weight_block_size") or []
-    in_blocks = len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)
-    if quantization.get("quant_method") != "fp8" or not in_blocks:
-        raise UserError(
-            f"{path / 'config.json'}: quantization_config has quant_method = {quantization.get('quant_method')!r} and "
-            f"weight_block_size = {quantization.get('weight_block_size')!r}; expected 'fp8' in blocks such as {BLOCK}"
-        )
-    return block[0], block[1]
+    settings = quantization if isinstance(quantization, dict) else {}
+    method, block = settings.get("quant_method"), settings.get("weight_block_size")
+    match block:
+        case [int(rows), int(columns)] if method == "fp8" and rows > 0 and columns > 0:
+            return rows, columns
+    raise UserError(
+        f"{path / 'config.json'}: quantization_config has quant_method = {method!r} and weight_block_size = {block!r}; "
+        f"expected 'fp8' in blocks such as {list(BLOCK)}: take that version of the checkpoint, or the one in bfloat16"
+    )
 
 
 def _index_problem(index: dict[str, str] | None, files: TensorFiles) -> str | None:
@@ -97,7 +105,9 @@ def _index_problem(index: dict[str, str] | None, files: TensorFiles) -> str | No
         return None
     for name, file in sorted(index.items()):
         if name not in files.names():
-            return f"lacks the tensor {name}, which {INDEX} has in {file}; copy that file again"
+            return f"lacks the tensor {name}, which {INDEX} has in {file}"
+        if (found := files.file(name).name) != Path(file).name:
+            return f"has the tensor {name} in {found}, not in {file} as {INDEX} says"
     unlisted = sorted(files.names() - index.keys())
     return f"has the tensor {unlisted[0]}, which {INDEX} does not list" if unlisted else None
 
@@ -112,9 +122,29 @@ def _scale_problem(checkpoint: HfCheckpoint) -> str | None:
         scale = info.name + SCALE
         if scale not in checkpoint.files.names():
             return f"has {info.name} in FP8 without its {scale}"
+        if len(info.shape) != 2:
+            return f"has {info.name} in FP8 of shape {info.shape}; only matrices have blocks"
         expected, found = scale_shape(info.shape, checkpoint.block), checkpoint.files.info(scale).shape
         if found != expected:
             return f"has {scale} of shape {found}; {info.shape} in blocks of {checkpoint.block} needs {expected}"
+    return None
+
+
+def _unusable_scale(checkpoint: HfCheckpoint) -> str | None:
+    """A scale that makes its whole block infinite or NaN."""
+    for name in sorted(checkpoint.files.names() - set(checkpoint.weights())):
+        if not torch.isfinite(checkpoint.files.read_whole(name)).all():
+            return f"has a scale in {name} that is infinite or NaN"
+    return None
+
+
+def _dtype_problem(checkpoint: HfCheckpoint) -> str | None:
+    """Numbers that are no weights. Whether FP8 has its scales is seen elsewhere."""
+    for info in checkpoint.files.infos():
+        if info.dtype not in (*_DTYPES, FP8):
+            expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+            found = str(info.dtype).removeprefix("torch.")
+            return f"has {info.name} in {found}; expected {expected}, or float8_e4m3fn in blocks"
     return None
 
 
@@ -124,7 +154,10 @@ def _shape_problem(checkpoint: HfCheckpoint) -> str | None:
     embedding, expected = "model.embed_tokens.weight", (hf_config["vocab_size"], hf_config["hidden_size"])
     if (found := checkpoint.files.info(embedding).shape) != expected:
         return f"has {embedding} of shape {found}, but config.json says vocab_size and hidden_size {expected}"
+    matrices = fp8_names(hf_config)
     for name in checkpoint.weights():
+        if name in matrices and len(checkpoint.files.info(name).shape) != 2:
+            return f"has {name} of shape {checkpoint.files.info(name).shape}; expected a matrix"
         twin = first.setdefault(re.sub(r"\.\d+\.", ".N.", name), name)
         mine, other = checkpoint.files.info(name).shape, checkpoint.files.info(twin).shape
         if mine != other:

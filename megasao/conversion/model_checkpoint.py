@@ -113,7 +113,7 @@ def open_model(path: Path, model: Path | None = None) -> ModelCheckpoint:
 def _model_directory(path: Path) -> Path:
     latest = path / "checkpoints" / "latest"
     if latest.is_file():
-        path = path / "checkpoints" / latest.read_text(encoding="utf-8").strip()
+        path = path / "checkpoints" / latest.read_text(encoding="utf-8", errors="replace").strip()
     if (path / MANIFEST).is_file():
         if path.parent.name.startswith("step_"):
             _check_complete(path.parent)
@@ -123,7 +123,7 @@ def _model_directory(path: Path) -> Path:
         return path / "actor"
     raise UserError(
         f"{path} is not a training checkpoint: it has neither {MANIFEST} nor a directory actor, nor is it a run with "
-        "checkpoints/latest"
+        "checkpoints/latest; give the directory of one of these"
     )
 
 

@@ -41,15 +41,15 @@ def quantized_per_tensor(
     transformers does not run. What modelopt exported lies beside the output until the context ends.
 
     Raises:
-        UserError: modelopt is not installed; see :func:`open_hf`; no texts; too little memory.
+        UserError: see :func:`open_hf`; no texts; modelopt is not installed; too little memory.
     """
-    if importlib.util.find_spec("modelopt") is None:
-        raise UserError("fp8_tensor needs nvidia-modelopt, which is not installed; pip install 'megasao[modelopt]'")
     hf = open_hf(source)
     if hf.block is not None:
         raise UserError(f"{source} is in FP8 already; --dequantize makes it bfloat16")
     check_place(out)
     texts = _read_texts(calibration)
+    if importlib.util.find_spec("modelopt") is None:
+        raise UserError("fp8_tensor needs nvidia-modelopt, which is not installed; pip install 'megasao[modelopt]'")
     needed, free = sum(info.nbytes for info in hf.files.infos()), psutil.virtual_memory().available
     if needed * 3 // 2 > free:
         raise UserError(

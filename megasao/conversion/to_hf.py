@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from megasao.config.architecture import read_hf_config
 from megasao.config.errors import UserError
 from megasao.conversion.blocks import BLOCK, FP8
 from megasao.conversion.hf import HfCheckpoint, open_hf
 from megasao.conversion.model_checkpoint import ModelCheckpoint, model_of_run, open_model
 from megasao.conversion.output import Output, OutputFile, split
 from megasao.conversion.tasks import Copy, Quantize, Task
-from megasao.families.names import carried_names, fp8_names, optional_names
+from megasao.families.names import carried_names, fp8_names, name_problem, optional_names
 from megasao.storage.hf_directory import INDEX, SINGLE, copy_side_files
 
 SHARD_BYTES = 5_000_000_000
@@ -79,8 +80,13 @@ def model_to_hf(checkpoint: Path, model: Path | None, out: Path, *, shard_bytes:
 
 def _converted_to_hf(trained: ModelCheckpoint, documents: Path, out: Path, shard_bytes: int) -> Output:
     """Back again what was converted: all that is stored, bit for bit."""
-    config = json.loads((documents / "config.json").read_text(encoding="utf-8"))
+    try:
+        config = read_hf_config(documents)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     names = [*trained.weights(), *trained.carried()]
+    if problem := name_problem(config, trained.role, set(names)):
+        raise UserError(f"{trained.path} {problem}; convert the Hugging Face directory again")
     tasks = [Copy(trained.files, trained.stored(name), replace(trained.info(name), name=name)) for name in names]
     sources = trained.files.files
     output = hf_output(out, tasks, config, documents, kind="to_hf", sources=sources, shard_bytes=shard_bytes)

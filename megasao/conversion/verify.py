@@ -68,7 +68,7 @@ def _files(path: Path) -> tuple[TensorFiles, bool]:
     try:
         if path.is_file():
             return TensorFiles([path]), False
-        if (path / INDEX).is_file() or (path / SINGLE).is_file():
+        if any((path / name).is_file() for name in (INDEX, SINGLE, "config.json")):
             return TensorFiles(checkpoint_files(path)), False
         if path.is_dir():
             return open_model(path).files, True

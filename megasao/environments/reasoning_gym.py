@@ -211,7 +211,9 @@ def _check(dataset: str, settings: str) -> None:
         raise ValueError(f"{where}: reasoning-gym has no such data set{nearest(dataset, list(DATASETS))}")
     if dataset in UNREPEATABLE:
         raise ValueError(f"{where}: it makes other problems of the same seed in another process, so it cannot be used")
-    if {"seed", "size"} & set(json.loads(settings)):
+    if not isinstance(given := json.loads(settings), dict):
+        raise ValueError(f"{where}: expected a mapping of the data set's settings, got {given!r}")
+    if {"seed", "size"} & set(given):
         raise ValueError(f"{where}: seed and size are set for each problem; use environment.options.seed")
     try:
         make_problem(dataset, settings, 0)

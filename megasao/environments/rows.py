@@ -5,7 +5,8 @@ The columns are found by the names that are in use: gsm8k (question, answer with
 a boxed answer), MATH-500 and the competition sets (problem, answer), IMO-AnswerBench (Problem, Short Answer).
 
 Invariants:
-- a row without a problem or without an answer is refused by file and row, never passed over;
+- a row without a problem or without an answer is refused by file and row, never passed over; so is one whose text is
+  no text or number, or cannot be written as UTF-8;
 - ids are unique in a data set; a row without an id has its number;
 - the references are text as published, except that the float of a whole number is written as one (``27.0`` is ``27``).
 """
@@ -25,6 +26,10 @@ _PROBLEM = ("problem", "question", "Problem", "Question", "prompt")
 _ANSWER = ("answer", "Answer", "Short Answer", "expected_answer", "final_answer")
 _SOLUTION = ("solution", "Solution")
 _ID = ("unique_id", "Problem ID", "id", "ID", "problem_idx", "problem_id")
+
+_ENCODING = "utf-8-sig"
+"""UTF-8, with a mark at the beginning or without."""
+_NOT_FINITE = (float("inf"), float("-inf"))
 
 Row = Mapping[str, Any]
 
@@ -70,38 +75,67 @@ def read_rows(file: Path) -> Sequence[Row]:
     try:
         match file.suffix:
             case ".jsonl":
-                rows: Any = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+                rows: Any = _json_lines(file.read_text(encoding=_ENCODING))
             case ".json":
-                rows = json.loads(file.read_text(encoding="utf-8"))
+                rows = json.loads(file.read_text(encoding=_ENCODING))
             case ".csv":
-                with file.open(encoding="utf-8", newline="") as lines:
-                    rows = list(csv.DictReader(lines))
+                rows = _csv_rows(file)
             case ".parquet":
                 import pyarrow.parquet
 
                 rows = pyarrow.parquet.read_table(file).to_pylist()
             case other:
                 raise ValueError(f"the ending {other!r} is none of {', '.join(SUFFIXES)}")
-    except (OSError, ValueError) as error:  # also bad JSON, bad UTF-8, and Arrow's errors
-        raise ValueError(f"{file}: {error}") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{file}: expected a list of objects")
+    except RecursionError as error:
+        raise ValueError(f"{file}: nested too deeply; expected a list of objects") from error
+    except (OSError, ValueError, csv.Error) as error:  # also bad JSON, bad UTF-8, and Arrow's errors
+        raise ValueError(f"{file} cannot be read as {file.suffix}: {error}") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{file}: expected a list of objects, got {type(rows).__name__}")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"{file}, row {number}: expected an object with columns, got {type(row).__name__}")
+    return rows
+
+
+def _json_lines(text: str) -> list[Any]:
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+    return rows
+
+
+def _csv_rows(file: Path) -> list[Any]:
+    with file.open(encoding=_ENCODING, newline="") as lines:
+        reader = csv.DictReader(lines, strict=True)
+        rows = []
+        for row in reader:
+            if None in row:  # where DictReader puts what has no column
+                raise ValueError(f"line {reader.line_num}: more values than columns in the first line")
+            rows.append(row)
     return rows
 
 
 def to_problem(row: Row, where: str, *, default_id: str) -> Problem:
     """The problem of one row. ValueError names ``where`` and the columns."""
-    text, reference = _first(row, _PROBLEM), _reference(row)
+    try:
+        text, reference = _first(row, _PROBLEM), _reference(row)
+        solution, name = _first(row, _SOLUTION), _first(row, _ID) or default_id
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     if not text or not reference:
         missing = "a problem" if not text else "an answer"
         raise ValueError(
             f"{where}: no column with {missing}; known are {', '.join(_ANSWER if text else _PROBLEM)}"
             f"{' or a boxed answer in solution' if text else ''}; the row has {', '.join(map(str, row))}"
         )
-    solution = _first(row, _SOLUTION)
     if solution is None and (answer := _first(row, _ANSWER)) and "####" in answer:
         solution = answer
-    return Problem(_first(row, _ID) or default_id, text, reference, solution)
+    return Problem(name, text, reference, solution)
 
 
 def _reference(row: Row) -> str | None:
@@ -113,11 +147,23 @@ def _reference(row: Row) -> str | None:
 
 
 def _first(row: Row, names: Sequence[str]) -> str | None:
-    """The text of the first of these columns that has a value."""
+    """The text of the first of these columns that has a value. ValueError for a value that is no text or number."""
     for name in names:
         value = row.get(name)
+        if value is None:
+            continue
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, str | int | float)
+            or value in _NOT_FINITE
+            or value != value
+        ):
+            raise ValueError(f"column {name}: expected text or a number, got {type(value).__name__} {value!r}")
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if value is not None and str(value).strip():
-            return str(value).strip()
+        text = str(value).strip()
+        if any(0xD800 <= ord(sign) < 0xE000 for sign in text):
+            raise ValueError(f"column {name}: half of a surrogate pair, which no encoding can write: {text!r}")
+        if text:
+            return text
     return None

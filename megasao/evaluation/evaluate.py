@@ -17,7 +17,12 @@ from pathlib import Path
 from megasao.config import Config
 from megasao.environments.answers import find_answer
 from megasao.environments.base import EnvironmentFailure
-from megasao.environments.benchmarks.background import BenchmarkEnvironment, benchmark_environment, benchmark_limits
+from megasao.environments.benchmarks.background import (
+    BenchmarkEnvironment,
+    benchmark_environment,
+    benchmark_limits,
+    check_settings,
+)
 from megasao.environments.benchmarks.sources import fingerprint, locate
 from megasao.environments.benchmarks.table import Benchmark
 from megasao.environments.encoding import TokenizerCodec
@@ -62,6 +67,7 @@ def evaluate(config: Config, subject: Subject, benchmarks: list[Benchmark], out:
 
     UserError or ValueError for data, checkpoints or settings that cannot be used, before anything is generated.
     """
+    check_settings(config)
     pool = VerifierPool(GRADERS)
     tasks = [_prepare(config, subject, benchmark, out, pool) for benchmark in benchmarks]
     asyncio.run(_evaluate(config, subject, tasks, say))

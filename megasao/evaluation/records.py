@@ -3,7 +3,7 @@
 Invariants:
 - a file is whole or not there; an interrupted evaluation goes on behind the last one;
 - the manifest says what was measured; rows of other weights, data or sampling are never mixed with it;
-- a row has a reward or the reason why it has none.
+- a row has a reward or the reason why it has none, and there is one for each sample of a problem.
 """
 
 import json
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
 from megasao.config.errors import UserError
@@ -88,31 +89,44 @@ class ResultDirectory:
             if changed:
                 raise UserError(f"{self.path} was begun with other settings ({'; '.join(changed)}); use another --out")
             return
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path / "manifest.json", json.dumps(asdict(manifest), indent=2))
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path / "manifest.json", json.dumps(asdict(manifest), indent=2))
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written: {error}; choose another --out") from error
 
     def manifest(self) -> Manifest:
         """What was measured. UserError if the file is not one."""
         path = self.path / "manifest.json"
         try:
-            return Manifest(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{path} is no manifest of an evaluation: {error}") from error
+            return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        except (OSError, ValueError) as error:  # msgspec's errors derive from ValueError
+            raise UserError(
+                f"{path} is no manifest of an evaluation: {error}; without it nobody can tell what its rows "
+                "measure, so measure again with another --out"
+            ) from error
 
     def read(self) -> list[Record]:
-        """All rows, in the order in which they were written. UserError names a file that cannot be read."""
-        found: list[Record] = []
+        """All rows, in the order in which they were written. UserError names a file that cannot be read, or holds a
+        sample that another has."""
+        found: dict[tuple[str, int], Record] = {}
         for file in self._files():
             try:
                 with pa.OSFile(str(file)) as source, pa.ipc.open_file(source) as reader:
+                    if not reader.schema.equals(SCHEMA):
+                        raise ValueError(f"its columns are {', '.join(f'{c.name}: {c.type}' for c in reader.schema)}")
                     rows: list[dict[str, Any]] = reader.read_all().to_pylist()
-                found += [Record(**row) for row in rows]
+                for record in (Record(**row) for row in rows):
+                    sample = (record.problem_id, record.sample)
+                    if sample in found:
+                        raise ValueError(f"sample {sample[1]} of problem {sample[0]!r} is there already")
+                    found[sample] = record
             except READ_ERRORS as error:
                 raise UserError(
                     f"{file} holds no records of this version, or is cut off: {error}; remove it, and `megasao eval` "
                     "measures what it held again"
                 ) from error
-        return found
+        return list(found.values())
 
     def append(self, records: Sequence[Record]) -> None:
         """Write the next file, behind the last one also where one before it was removed."""

@@ -6,7 +6,7 @@ from typing import Any
 HfConfig = dict[str, Any]
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-_MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def expert_count(hf_config: HfConfig) -> int:
@@ -27,7 +27,7 @@ def is_moe_layer(hf_config: HfConfig, layer: int) -> bool:
 
 def mtp_layers(hf_config: HfConfig) -> int:
     """Multi-token-prediction layers that a checkpoint may have after those of the decoder."""
-    return next((int(hf_config[key]) for key in _MTP_KEYS if hf_config.get(key)), 0)
+    return next((int(hf_config[key]) for key in MTP_KEYS if hf_config.get(key)), 0)
 
 
 def head_dim(hf_config: HfConfig) -> int:
@@ -80,11 +80,19 @@ class Rope:
 
 
 def rope(hf_config: HfConfig) -> Rope:
-    """The rotary embedding; its settings are nested in ``rope_parameters``, in ``rope_scaling``, or not nested."""
+    """The rotary embedding; its settings are nested in ``rope_parameters``, in ``rope_scaling``, or not nested.
+
+    ValueError names one that is no number.
+    """
     settings = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"the rotary embedding's settings are {settings!r}; expected an object")
 
     def setting(key: str, default: float) -> float:
-        return float(settings.get(key) or hf_config.get(key) or default)
+        value = settings.get(key) or hf_config.get(key) or default
+        if not isinstance(value, int | float):
+            raise ValueError(f"{key} = {value!r}; expected a number")
+        return float(value)
 
     return Rope(
         kind=settings.get("rope_type") or settings.get("type") or "default",

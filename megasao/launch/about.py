@@ -12,7 +12,7 @@ PACKAGES = ("torch", "megatron-core", "transformers", "pyarrow", "pyzmq", "pydan
 def about() -> dict[str, str]:
     """Facts by name, in the order to be shown."""
     facts = {"megasao": megasao.__version__, "python": platform.python_version()}
-    facts |= {name: _version(name) for name in PACKAGES}
+    facts |= {name: installed_version(name) for name in PACKAGES}
     return facts | _device()
 
 
@@ -35,7 +35,8 @@ def _device() -> dict[str, str]:
     }
 
 
-def _version(package: str) -> str:
+def installed_version(package: str) -> str:
+    """The version of a package; ``not installed`` without it."""
     try:
         return version(package)
     except PackageNotFoundError:

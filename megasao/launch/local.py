@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from megasao.config import Config
-from megasao.config.rundir import RunDirectory, all_engine_names
+from megasao.config.rundir import RunDirectory, all_engine_names, server_ports
 from megasao.launch.ports import free_ports
 from megasao.launch.prepare import prepared_run
 from megasao.launch.process import Guardian, Role
@@ -122,7 +122,8 @@ class LocalRun:
         worlds = worlds_of(self.config, stage)
 
         def make_roles() -> list[Role]:
-            ports = free_ports(len(worlds))  # new ones each time: the old ones may still be waiting in the kernel
+            # New ones each time: the old ones may still be waiting in the kernel.
+            ports = free_ports(len(worlds), promised=server_ports(self.config) or ())
             places = zip(worlds, ports, strict=True)
             run, config, command = self.run, self.config, self._command
             return [

@@ -6,6 +6,7 @@ is being restarted, and any outgoing connection could land on a port inside that
 
 import random
 import socket
+from collections.abc import Container
 from pathlib import Path
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -14,10 +15,12 @@ _HIGHEST = 65_000
 _TRIES = 2000
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """``count`` different ports that can be bound on ``host`` now; OSError if they cannot be found."""
+def free_ports(count: int, host: str = "127.0.0.1", *, promised: Container[int] = ()) -> list[int]:
+    """``count`` different ports that can be bound on ``host`` now, none that is ``promised`` to somebody who does not
+    use it yet; OSError if they cannot be found."""
     low, high = _outgoing_range()
     candidates = [port for port in range(_LOWEST, _HIGHEST) if not low <= port <= high] or list(range(low, high))
+    candidates = [port for port in candidates if port not in promised]
     found: list[int] = []
     for port in random.SystemRandom().sample(candidates, min(_TRIES, len(candidates))):
         if len(found) == count:

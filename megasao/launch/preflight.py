@@ -61,19 +61,19 @@ def _environment(config: Config) -> list[Problem]:
     try:
         environment = make_environment(config.environment)
     except ValueError as error:
-        return [_of_environment(error, "environment.options")]
+        return [_under_its_path(error, ("environment.",), "environment.options")]
     try:
         if config.sft is not None:
             environment.demonstration(0, config.run.seed)
     except ValueError as error:
-        return [_of_environment(error, "sft")]
+        return [_under_its_path(error, ("environment.",), "sft")]
     return []
 
 
-def _of_environment(error: ValueError, otherwise: str) -> Problem:
-    """Under the path that the error begins with, if it does."""
+def _under_its_path(error: ValueError, sections: tuple[str, ...], otherwise: str) -> Problem:
+    """Under the path that the error begins with, if it is one of these sections."""
     path, colon, reason = str(error).partition(": ")
-    if colon and path.startswith("environment."):
+    if colon and path.startswith(sections) and " " not in path:
         return Problem(path, reason)
     return Problem(otherwise, str(error))
 
@@ -85,7 +85,7 @@ def _benchmarks(config: Config) -> list[Problem]:
     try:
         background_benchmarks(config)
     except ValueError as error:
-        return [Problem("evaluation.benchmarks", str(error).removeprefix("evaluation.benchmarks: "))]
+        return [_under_its_path(error, ("evaluation.", "benchmarks."), "evaluation.benchmarks")]
     return []
 
 

@@ -6,19 +6,18 @@ Invariants:
   for the fields that are safe to change.
 """
 
-import fcntl
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megasao.config import Config
 from megasao.config.errors import UserError
 from megasao.config.load import dump_config, load_config
-from megasao.config.rundir import Endpoints, RunDirectory, all_engine_names, write_atomically
+from megasao.config.rundir import Endpoints, RunDirectory, all_engine_names, server_ports, write_atomically
 from megasao.launch.ports import free_ports
+from megasao.storage.lock import exclusive
 from megasao.transport.keys import make_run_keys, make_server_key
 
 SAFE_TO_CHANGE = (
@@ -68,10 +67,10 @@ def prepared_run(
 def new_endpoints(config: Config) -> Endpoints:
     """Addresses on ports that are free now."""
     host = "127.0.0.1" if config.transport.host == "localhost" else config.transport.host
-    names, first = all_engine_names(config), config.rollout.sglang.first_port
-    controller, weights, torch_port, critic, *ports = free_ports(4 + (len(names) if first is None else 0), host)
-    if first is not None:
-        ports = list(range(first, first + len(names)))
+    names, of_servers = all_engine_names(config), server_ports(config)
+    count = 4 + (len(names) if of_servers is None else 0)
+    controller, weights, torch_port, critic, *ports = free_ports(count, host, promised=of_servers or ())
+    ports = list(of_servers or ports)
     return Endpoints(
         controller=f"tcp://{host}:{controller}",
         weights=f"tcp://{host}:{weights}",
@@ -117,27 +116,18 @@ def _refuse_wrong_start(run: RunDirectory, resume: bool) -> None:
 
 @contextmanager
 def _locked(path: Path, run: RunDirectory, wait_s: float) -> Iterator[None]:
-    """Hold the lock file; the kernel lets go of it when this process ends, however it ends."""
-    with path.open("a+", encoding="utf-8") as file:
-        deadline = time.monotonic() + wait_s
-        while not (held := _try_lock(file)) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        if not held:
-            file.seek(0)
-            owner = file.read().strip() or "unknown"
-            raise UserError(f"another launcher (process {owner}) is running {run.path}; wait for it, or stop it first")
+    """Hold the lock file, with this process's number in it."""
+    try:
+        file = exclusive(path, "launcher", wait_s=wait_s)
+    except ValueError:
+        owner = path.read_text(encoding="utf-8").strip() or "unknown"
+        reason = f"another launcher (process {owner}) is running {run.path}; wait for it, or stop it first"
+        raise UserError(reason) from None
+    with file:
         file.truncate(0)
-        file.write(f"{os.getpid()}\n")
+        file.write(f"{os.getpid()}\n".encode())
         file.flush()
         yield
-
-
-def _try_lock(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

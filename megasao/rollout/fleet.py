@@ -4,13 +4,16 @@ Invariants, asserted by the tests:
 - an episode's requests go to one server while that server is usable, so that its prefix cache is used again; episodes
   of a lost server spread over the others, and those of the others stay where they are;
 - a server that comes back, or is added, takes over episodes of one that holds far more than its share;
-- a request that loses its server goes on elsewhere from the tokens it has, with the versions they came from; with a
-  seed the tokens are those that the lost server would have given under the same weights;
+- a request that loses its server, or is ended there by somebody else, goes on from the tokens it has, elsewhere if need
+  be, with the versions they came from; with a seed the tokens are those that it would have had under the same weights;
 - a server is used only with the committed weights: one that missed an update, or was restarted, gets them first;
-- every wait is bounded: for an answer, for a usable server, for an update.
+- where prompts and decoding are apart, both servers of a request have one version from its begin to its end;
+- every wait is bounded: for an answer, for a usable server, for an update;
+- a request that has lost its server ``retries`` + 1 times fails, and it waits longer before each of its tries.
 """
 
 import asyncio
+import itertools
 import logging
 import math
 from collections.abc import Awaitable, Mapping, Sequence
@@ -21,7 +24,7 @@ from typing import Any
 
 from megasao.rollout.engines.base import Engine, EngineError, GenerateRequest, GenerateResult
 from megasao.rollout.engines.parts import ended, joined, nothing, rest_of
-from megasao.rollout.engines.sglang import RequestLost, SGLangEngine
+from megasao.rollout.engines.sglang import CALL_TIMEOUT_S, RequestLost, SGLangEngine
 from megasao.rollout.engines.sglang_client import ServerUnreachable
 from megasao.rollout.engines.sglang_weights import WeightStaging
 
@@ -34,6 +37,7 @@ FLIGHT = 1.5
 
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 10.0
+_DOUBLINGS = 16
 
 
 @dataclass
@@ -78,6 +82,8 @@ class Fleet(Engine):
         self._placed: dict[str, Replica] = {}
         self._aborted: set[str] = set()
         self._running: set[str] = set()
+        self._asked: set[str] = set()
+        self._cut: set[str] = set()
         self._changed = asyncio.Condition()
         self._updating = asyncio.Lock()
         self._closed = False
@@ -116,36 +122,73 @@ class Fleet(Engine):
         try:
             return await self._generate(request)
         finally:
-            self._running.discard(request.request_id)
-            self._aborted.discard(request.request_id)
+            for names in (self._running, self._aborted, self._cut):
+                names.discard(request.request_id)
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
         so_far = nothing(request)
         losses: list[str] = []
         while len(losses) <= self._retries:
+            if len(losses) > 1 or (losses and self._is_routed()):  # the first time another server goes on at once
+                await back_off(len(losses) - 1)
             replica = await self._place(request.session_id)
             if request.request_id in self._aborted:
                 return so_far
             try:
-                result = await replica.engine.generate(rest_of(request, so_far))
+                result = await self._ask(replica, rest_of(request, so_far))
             except RequestLost as lost:
                 if self._closed:
                     raise
                 so_far = joined(so_far, lost.partial)
+                if request.request_id in self._aborted:
+                    return so_far
                 # Behind a router it may have been any of them: each is used again once it is seen to be right.
-                for suspect in list(self._replicas.values()) if replica.engine.router else [replica]:
+                suspects = list(self._replicas.values()) if replica.engine.router else [replica]
+                for suspect in suspects if request.request_id not in self._cut else []:
                     self._lose(suspect, str(lost))
             else:
                 so_far = joined(so_far, result)
-                if result.finish_reason != "abort" or request.request_id in self._aborted or not replica.draining:
+                if result.finish_reason != "abort" or request.request_id in self._aborted:
                     return so_far
-            losses.append(replica.url)
-            self._continued += 1
             if reason := ended(request, so_far):
                 return replace(so_far, finish_reason=reason)
-            if replica.engine.router or len(losses) > 1:  # the first time another server goes on at once
-                await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (len(losses) - 1)))
+            if request.request_id in self._cut:
+                self._cut.discard(request.request_id)
+                continue
+            losses.append(replica.url)
+            self._continued += 1
         raise EngineError(f"request {request.request_id!r} lost its server {len(losses)} times: {', '.join(losses)}")
+
+    async def _ask(self, replica: Replica, request: GenerateRequest) -> GenerateResult:
+        """Send a request. Where prompts and decoding are apart an answer says what the server has that decodes, and the
+        other one must have the same: so there is no update meanwhile, and no server that goes away and comes back.
+        """
+        if not self._is_split():
+            return await replica.engine.generate(request)
+        async with self._updating:
+            self._asked.add(request.request_id)
+        lost = self._lost
+        try:
+            if not self._usable():
+                raise RequestLost("a server of the request is away", nothing(request))
+            result = await replica.engine.generate(request)
+            if self._lost != lost:
+                raise RequestLost("a server was away, which may have had a part of it", nothing(request))
+            return result
+        finally:
+            self._asked.discard(request.request_id)
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _end_requests(self) -> None:
+        """All that run end with what they have, to go on after the update. EngineError if one does not end in time."""
+        self._cut |= self._asked
+        await asyncio.gather(*(replica.engine.abort_all() for replica in self._replicas.values()))
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(lambda: not self._asked), CALL_TIMEOUT_S)
+            except TimeoutError:
+                raise EngineError(f"{len(self._asked)} requests did not end in {CALL_TIMEOUT_S:g} s") from None
 
     async def _place(self, session_id: str) -> Replica:
         """The episode's server; another one if that is not usable. EngineError if there is none in time."""
@@ -174,8 +217,15 @@ class Fleet(Engine):
         share = sum(len(replica.sessions) for replica in usable) / len(usable)
         return len(placed.sessions) > math.ceil(FLIGHT * share)
 
+    def _is_routed(self) -> bool:
+        return any(replica.engine.router is not None for replica in self._replicas.values())
+
+    def _is_split(self) -> bool:
+        return any(replica.engine.is_split for replica in self._replicas.values())
+
     def _usable(self) -> list[Replica]:
-        return [replica for replica in self._replicas.values() if replica.usable and not replica.draining]
+        usable = [replica for replica in self._replicas.values() if replica.usable and not replica.draining]
+        return [] if self._is_split() and len(usable) < len(self._replicas) else usable
 
     def _choose(self, session_id: str) -> Replica:
         """The first usable server in the order of this episode, but one that holds too many."""
@@ -213,15 +263,14 @@ class Fleet(Engine):
             replica.recovery = asyncio.create_task(self._recover(replica), name=f"recover {replica.url}")
 
     async def _recover(self, replica: Replica) -> None:
-        pause = _FIRST_PAUSE_S
-        while True:
+        for attempt in itertools.count():
             try:
                 await self._join(replica)
+                logger.info("%s is used again", replica.url)
                 return
             except EngineError as error:
                 logger.warning("%s is not back: %s", replica.url, error)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            await back_off(attempt)
 
     async def _join(self, replica: Replica) -> None:
         """Make a server that is up usable. EngineError if it is not up, or does not take the weights."""
@@ -235,11 +284,17 @@ class Fleet(Engine):
             self._changed.notify_all()
 
     async def add(self, engine: SGLangEngine) -> None:
-        """One more server, from the next episode on. EngineError if it does not come up, ValueError if it is here."""
+        """One more server, from the next episode on. ValueError if it is here; EngineError, and it is not here, if it
+        does not come up or take the weights."""
         if engine.url in self._replicas:
             raise ValueError(f"{engine.url} is in the fleet already")
-        await engine.start()
-        await self._join(self._take_in(engine))
+        try:
+            await engine.start()
+            await self._join(self._take_in(engine))
+        except BaseException:
+            self._replicas.pop(engine.url, None)
+            await engine.close()
+            raise
 
     def _take_in(self, engine: SGLangEngine) -> Replica:
         if engine.router is not None:
@@ -280,6 +335,8 @@ class Fleet(Engine):
         if staged is None or staged.version != version:
             raise EngineError(f"weights {version} were not prepared (staged: {staged.version if staged else None})")
         async with self._updating:
+            if self._is_split():
+                await self._end_requests()
             usable = [replica for replica in self._replicas.values() if replica.usable]
             errors = await _errors(replica.engine.load(staged) for replica in usable)
             for replica, error in zip(usable, errors, strict=True):
@@ -321,6 +378,11 @@ class Fleet(Engine):
                 totals[name] = totals.get(name, 0.0) + value
         totals["busy_seconds"] = totals.get("busy_seconds", 0.0) / max(1, len(self._replicas))
         return {**totals, "lost_servers": float(self._lost), "continued_requests": float(self._continued)}
+
+
+async def back_off(attempt: int) -> None:
+    """Wait before a request, or a server, is tried again: twice as long as the last time, and never long."""
+    await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, _DOUBLINGS)))
 
 
 def preference(session_id: str, url: str) -> bytes:

@@ -3,7 +3,8 @@
 Invariants:
 - sending never blocks: what cannot be sent now is sent again (numbered messages) or is out of date anyway;
 - a controller that does not know this worker, or was silent for two heartbeats, is told ``Hello``;
-- a restarted controller (a new incarnation) is sent again everything that was not acknowledged;
+- a controller that was restarted, or had given this worker up (a new incarnation), is sent again what it has not
+  acknowledged;
 - after ``give_up_after_s`` of silence the worker fails with an error that names the controller's address.
 """
 
@@ -90,7 +91,7 @@ class ControllerLink:
             await self.send(Hello(peer=self._peer, role="rollout", active_leases=active_leases, payload=self._payload))
 
     def welcomed(self, incarnation: str) -> bool:
-        """The controller knows this worker; whether it is a new one, which is sent again what is not acknowledged."""
+        """The controller knows this worker; whether it is new to it, and is sent again what is not acknowledged."""
         self.connected = True
         is_new = incarnation != self._incarnation
         if is_new:

@@ -11,10 +11,10 @@ import time
 from msgspec import structs
 
 from megasao.config import Config
-from megasao.config.rundir import RunDirectory, training_servers
+from megasao.config.rundir import RunDirectory, server_ports, training_servers
 from megasao.launch.ports import free_ports
 from megasao.transport.client import RequestClient
-from megasao.transport.keys import load_keys
+from megasao.transport.keys import keys_of
 from megasao.transport.messages import Refused, RemoveServer, ServerUp, ServerWanted, ToServer
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def without(engines: dict[str, str], name: str) -> dict[str, str]:
 
 def connect(run: RunDirectory, config: Config, identity: str) -> RegistrationClient:
     """A connection to the run's controller."""
-    keys = load_keys(run.keys) if config.transport.curve else None
+    keys = keys_of(run, config)
     return RegistrationClient(run.read_endpoints().controller, identity=identity, keys=keys)
 
 
@@ -94,7 +94,8 @@ def add(run: RunDirectory, config: Config, worker: int) -> str:
     _refuse_behind_a_router(config)
     if worker >= config.rollout.workers:
         raise ValueError(f"the run has rollout.workers = {config.rollout.workers}, counted from 0; got {worker}")
-    address, made = f"http://127.0.0.1:{free_ports(1)[0]}", ""
+    [port] = free_ports(1, promised=server_ports(config) or ())
+    address, made = f"http://127.0.0.1:{port}", ""
 
     def more(engines: dict[str, str]) -> dict[str, str]:
         nonlocal made

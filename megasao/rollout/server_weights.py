@@ -12,7 +12,7 @@ from megasao.config import Config
 from megasao.config.rundir import RunDirectory
 from megasao.rollout.engines.base import EngineError
 from megasao.rollout.engines.sglang_weights import read_layout
-from megasao.transport.keys import load_keys
+from megasao.transport.keys import keys_of
 from megasao.weights.nodes import NodeDirectory, ServerNodes
 from megasao.weights.receiver import WeightReceiver
 
@@ -24,7 +24,7 @@ class NodeReceiver:
 
     def __init__(self, run: RunDirectory, config: Config, name: str, role: str) -> None:
         """OSError if the directory cannot be made."""
-        keys = load_keys(run.keys) if config.transport.curve else None
+        keys = keys_of(run, config)
         layout = read_layout(run.policy_path(config), fp8=config.weights.dtype == "fp8_block")
         self._versions = NodeDirectory(
             run.node_weights(config, name), run.node_marker(role), layout, file_bytes=config.weights.shard_bytes

@@ -25,7 +25,7 @@ from megasao.rollout.payload import PayloadService, own_host
 from megasao.rollout.service import RolloutService
 from megasao.trajectories.hosted import PayloadJournal
 from megasao.transport.endpoints import connect_dealer
-from megasao.transport.keys import CurveKeys, load_keys, load_server_key
+from megasao.transport.keys import CurveKeys, keys_of, load_server_key
 from megasao.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def run(run: RunDirectory, config: Config, index: int) -> None:
 
 
 async def _run(run: RunDirectory, config: Config, index: int) -> None:
-    keys = load_keys(run.keys) if config.transport.curve else None
+    keys = keys_of(run, config)
     training, evaluation = make_engines(run, config, index)
     await asyncio.gather(training.start(), evaluation.start())
     try:

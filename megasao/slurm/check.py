@@ -132,7 +132,7 @@ def _ask(run: RunDirectory, plan: JobPlan, site: Site, config: Config, timeout_s
     """Write what is expected, in place of what an earlier launch left; its nonce."""
     directory = expected_path(run).parent
     shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)  # a node that hangs may hold a file there; the nonce tells them apart
     gpus = [component.gpus_per_node for component in plan.components]
     expected = Expected(secrets.token_hex(8), site.interface, site.ipv6, gpus)
     if plan.fleet is not None:

@@ -39,7 +39,8 @@ JobOutcome = Literal["finished", "interrupted", "requeued"]
 
 @dataclass
 class Job:
-    """This job. ``ports``: where the ranks of each stage meet, known once the nodes are checked."""
+    """This job. ``ports``: where the ranks of each stage meet, known once the nodes are checked. ``has_run``: it holds
+    the run, and what happens to it is of the run's history."""
 
     run: RunDirectory
     config: Config
@@ -48,6 +49,7 @@ class Job:
     allocation: Allocation
     steps: Steps
     ports: dict[str, int] = field(default_factory=dict)
+    has_run: bool = False
 
     @classmethod
     def of(cls, config: Config, environment: Mapping[str, str]) -> "Job":
@@ -78,7 +80,7 @@ class Job:
                 ):
                     outcome = self.train(guardian, signals, leave)
             except UserError as failure:
-                if self.run.config.is_file():
+                if self.has_run:  # else it may be of another job, which goes on
                     self.note("failed", str(failure))
                 raise
             except RoleFailed as failure:
@@ -94,6 +96,7 @@ class Job:
 
     def place(self, guardian: Guardian) -> Endpoints:
         """Check the nodes, and say where the run's sockets are."""
+        self.has_run = True
         self.note("started")
         reports = self.check(guardian)
         self.ports = meeting_ports(reports)

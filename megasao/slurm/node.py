@@ -12,7 +12,6 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +21,7 @@ import megasao
 from megasao.config.errors import UserError
 from megasao.config.rundir import RunDirectory
 from megasao.config.sglang import SGLangConfig
-from megasao.launch.about import PACKAGES
+from megasao.launch.about import PACKAGES, installed_version
 from megasao.launch.ports import free_ports
 from megasao.slurm.plan import CONTROLLER, ROLLOUT
 from megasao.slurm.report import OPERATORS, PORTS, SGLANG, Expected, NodeReport, expected_path, write_report
@@ -95,7 +94,7 @@ def node_name() -> str:
 def facts() -> dict[str, str]:
     """What must be the same on every node: the versions of Python and of what a role imports."""
     found = {"megasao": megasao.__version__, "python": platform.python_version()}
-    return found | {name: _version(name) for name in (*PACKAGES, *_IMPORTED_TOO)}
+    return found | {name: installed_version(name) for name in (*PACKAGES, *_IMPORTED_TOO)}
 
 
 def _operators() -> str:
@@ -162,10 +161,3 @@ def _torch(component: int, gpus: int) -> Iterator[str]:
         yield f"the compiled operators do not load: {problem}"
     if gpus and (seen := torch.cuda.device_count()) < gpus:
         yield f"torch sees {seen} GPUs, the config asks for {gpus}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

@@ -25,6 +25,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_POINTER = b"version https://git-lfs"
 _LONGEST = 100_000_000
 """Bytes that the format allows a header."""
 
@@ -62,24 +63,38 @@ def read_header(file: Path) -> list[Place]:
     with file.open("rb", buffering=0) as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(_LONGEST, size - 8):
-            raise ValueError(f"{file} is damaged, or no safetensors file: {size} bytes cannot hold its header")
+            stream.seek(0)
+            if stream.read(len(_POINTER)) == _POINTER:
+                raise ValueError(f"{file} is only a pointer of Git LFS; fetch the file itself with `git lfs pull`")
+            raise ValueError(
+                f"{file} is damaged, or no safetensors file: {size} bytes cannot hold its header; copy it again"
+            )
         try:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
-            found = [(entry["data_offsets"], _info(name, entry)) for name, entry in header.items()]
-            found.sort(key=lambda item: tuple(item[0]))
+            found = [(_offsets(entry), _info(name, entry)) for name, entry in header.items()]
+            found.sort(key=lambda item: item[0])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file} is damaged, or no safetensors file: its header is unreadable ({error})") from None
+            raise ValueError(
+                f"{file} is damaged, or no safetensors file: its header is unreadable ({error}); copy it again"
+            ) from None
     places, end = [], 0
     for (begin, stop), info in found:
         if begin != end or stop - begin != info.nbytes:
-            raise ValueError(f"{file} is damaged: {info.name} is said to be bytes {begin} to {stop} of its data")
+            raise ValueError(
+                f"{file} is damaged: {info.name} is said to be bytes {begin} to {stop} of its data; copy it again"
+            )
         places.append(Place(file, 8 + length + begin, info))
         end = stop
     if size != 8 + length + end:
         what = "is truncated" if size < 8 + length + end else "is damaged"
-        raise ValueError(f"{file} {what}: it has {size} bytes, and its header says {8 + length + end}")
+        raise ValueError(f"{file} {what}: it has {size} bytes, and its header says {8 + length + end}; copy it again")
     return places
+
+
+def _offsets(entry: Mapping[str, Any]) -> tuple[int, int]:
+    begin, stop = entry["data_offsets"]
+    return int(begin), int(stop)
 
 
 def _info(name: str, entry: Mapping[str, Any]) -> TensorInfo:

@@ -28,8 +28,10 @@ def read_index(path: Path) -> dict[str, str] | None:
     if not index.is_file():
         return None
     try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in places.items()}
+        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(file, str) for file in places.values()):
+            raise ValueError("a tensor is in no file")
+        return dict(places)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} cannot be read: {type(error).__name__} {error}; copy it again") from None
 
@@ -41,10 +43,15 @@ def checkpoint_files(path: Path) -> list[Path]:
         ValueError: one is missing.
     """
     index = read_index(path)
+    if index is None and not (path / SINGLE).is_file():
+        raise ValueError(
+            f"{path} is not a complete Hugging Face checkpoint: {SINGLE} is missing, and so is {INDEX}; copy what is "
+            "missing (only safetensors are read)"
+        )
     names = sorted(set(index.values())) if index is not None else [SINGLE]
     absent = [name for name in names if not (path / name).is_file()]
     if absent:
-        raise ValueError(f"{path} is not a complete Hugging Face checkpoint: {', '.join(absent)} is missing")
+        raise ValueError(f"{path} is not a complete Hugging Face checkpoint: {', '.join(absent)} is missing; copy it")
     return [path / name for name in names]
 
 

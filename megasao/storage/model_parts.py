@@ -15,6 +15,7 @@ from megasao.storage.writer import checksum
 FORMAT = "megasao-model-2"
 MANIFEST = "manifest.json"
 WEIGHT, CARRIED = "weight:", "carried:"
+_INSTEAD = "restore it, or take an older checkpoint"
 
 
 def part_name(number: int) -> str:
@@ -70,11 +71,20 @@ def read_manifest(directory: Path, *formats: str) -> dict[str, Any]:
     file = directory / MANIFEST
     if not file.is_file():
         raise ValueError(f"{directory} is not a complete model checkpoint: it has no {MANIFEST}")
-    manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read: {error}; {_INSTEAD}") from None
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{file} is not a JSON object; {_INSTEAD}")
     if manifest.get("format") not in formats:
         expected = " or ".join(map(repr, formats))
         raise ValueError(f"{file}: format {manifest.get('format')!r} is not supported; expected {expected}")
+    role, parts = manifest.get("role"), manifest.get("parts")
+    named = isinstance(parts, list) and parts and all(isinstance(name, str) for name in parts)
+    if role not in ("actor", "critic") or not named:
+        raise ValueError(f"{file} has role = {role!r} and parts = {parts!r}; expected role and files; {_INSTEAD}")
     absent = [name for name in manifest["parts"] if not (directory / name).is_file()]
     if absent:
-        raise ValueError(f"{directory} is not a complete model checkpoint: {absent[0]} is missing")
+        raise ValueError(f"{directory} is not a complete model checkpoint: {absent[0]} is missing; {_INSTEAD}")
     return manifest

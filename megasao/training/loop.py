@@ -118,7 +118,7 @@ class Trainer:
             self.progress,
             step=step + 1,
             version=version + int(actor_moved),
-            trained_trajectories=self.progress.trained_trajectories + len(manifest.entries),
+            trained_trajectories=self.progress.trained_trajectories + len(batch.entries),
         )
         with timed(metrics, "time/publish"):
             if actor_moved:
@@ -131,7 +131,7 @@ class Trainer:
             self.write_examples(batch, logprobs, result, step=step, version=version)
         seconds = time.perf_counter() - started
         self.progress = dataclasses.replace(self.progress, seconds=self.progress.seconds + seconds)
-        metrics.update(batch_metrics(manifest, version))
+        metrics.update(batch_metrics(batch.entries, manifest.rollout, version))
         metrics.update(throughput_metrics(metrics, batch.tokens, seconds))
         publisher = self.publishing.publisher
         if publisher is not None and publisher.last_result is not None:

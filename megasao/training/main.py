@@ -27,7 +27,7 @@ from megasao.training.source import BatchSource
 from megasao.training.value_service import ValueService
 from megasao.training.world import trainer_world
 from megasao.transport.client import ControllerClient
-from megasao.transport.keys import CurveKeys, load_keys
+from megasao.transport.keys import CurveKeys, keys_of
 from megasao.weights.publisher import WeightPublisher
 
 
@@ -57,7 +57,7 @@ def run_critic(run: RunDirectory, config: Config) -> None:
 def build_critic_world(run: RunDirectory, config: Config, topology: Topology) -> CriticWorld:
     """The value model and this rank's connections. ``config`` is ``Config.of_critic``."""
     endpoints = run.read_endpoints()
-    keys = load_keys(run.keys) if config.transport.curve else None
+    keys = keys_of(run, config)
     high_water_mark = config.transport.high_water_mark
     client = ControllerClient(
         endpoints.controller, identity=f"critic-{topology.rank}", keys=keys, high_water_mark=high_water_mark
@@ -83,7 +83,7 @@ def build_critic_world(run: RunDirectory, config: Config, topology: Topology) ->
 def build_trainer(run: RunDirectory, config: Config, topology: Topology, asked_to_leave: Callable[[], bool]) -> Trainer:
     """The roles, both from the same checkpoint, and this rank's connections."""
     endpoints = run.read_endpoints()
-    keys = load_keys(run.keys) if config.transport.curve else None
+    keys = keys_of(run, config)
     path = run.policy_path(config)
     client = ControllerClient(
         endpoints.controller,

@@ -1,15 +1,16 @@
 """What a step's line in ``metrics/trainer.jsonl`` says beyond the losses: its data, staleness and speed."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from megasao.transport.messages import Manifest, ManifestEntry
+from megasao.transport.messages import ManifestEntry
 
 
-def batch_metrics(manifest: Manifest, version: int) -> dict[str, float | None]:
-    """Of the step's trajectories, and ``rollout/`` from the controller."""
-    rollout = {f"rollout/{name}": value for name, value in manifest.rollout.items()}
-    return {**trajectory_metrics(manifest.entries, version), **rollout}
+def batch_metrics(
+    entries: Sequence[ManifestEntry], rollout: Mapping[str, float], version: int
+) -> dict[str, float | None]:
+    """Of the trajectories that were trained on, and ``rollout/`` from the controller."""
+    return {**trajectory_metrics(entries, version), **{f"rollout/{name}": value for name, value in rollout.items()}}
 
 
 def trajectory_metrics(entries: Sequence[ManifestEntry], version: int) -> dict[str, float | None]:

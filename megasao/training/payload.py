@@ -44,7 +44,7 @@ class PayloadReader:
                     continue
                 try:
                     found += _ask(self._host(address), ids, self._timeout_s)
-                except (TimeoutError, RuntimeError) as error:
+                except (TimeoutError, RuntimeError, ValueError) as error:  # ValueError: no valid rows
                     self._let_go(address)
                     raise PayloadUnreachable(f"payload at {address}: {error}") from error
         return found

@@ -3,7 +3,8 @@
 Invariants (tests assert them):
 - what ``keep`` returned for is durable, and comes back after a crash of the process or the machine;
 - a segment is deleted when every row in it may be forgotten, and not before;
-- a row that breaks a rule is refused and changes nothing.
+- a row that breaks a rule, or that no message could carry, is refused and changes nothing;
+- what is asked for and cannot be had, because it is not held or cannot be read, is said to be lacking.
 """
 
 import threading
@@ -12,12 +13,16 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from megasao.storage.lock import exclusive
 from megasao.trajectories.buffer import Summary, summarise
 from megasao.trajectories.columns import conform
 from megasao.trajectories.journal import SEGMENT_BYTES, Journal
-from megasao.trajectories.lock import exclusive
 from megasao.trajectories.store import JournalStore
 from megasao.trajectories.validation import validate
+from megasao.transport.codec import MAX_PAYLOAD_BYTES
+
+ROW_BYTES = MAX_PAYLOAD_BYTES - 2**20
+"""Most of one row: with what Arrow puts around it, it must fit one message."""
 
 
 class PayloadJournal:
@@ -53,6 +58,7 @@ class PayloadJournal:
         """Make rows durable; what is to be said of them. ValueError names the rule that one breaks: none is kept."""
         rows = conform(batch)
         validate(rows)
+        _refuse_too_large(rows)
         with self._guard:
             self._store.add(rows, self._journal.append(rows))
             self._journal.sync()
@@ -61,11 +67,14 @@ class PayloadJournal:
     def fetch(self, trajectory_ids: list[str]) -> pa.RecordBatch:
         """See TrajectoryStore."""
         with self._guard:
-            self._lacking |= dict.fromkeys(name for name in trajectory_ids if name not in self._store)
-            return self._store.fetch(trajectory_ids)
+            try:
+                return self._store.fetch(trajectory_ids)
+            except ValueError:
+                self._lacking |= dict.fromkeys(name for name in trajectory_ids if not self._can_read(name))
+                raise
 
     def take_lacking(self) -> list[str]:
-        """What was asked for since the last call and is not held, in order."""
+        """What was asked for since the last call and could not be had, in order."""
         with self._guard:
             lacking, self._lacking = list(self._lacking), {}
             return lacking
@@ -85,7 +94,20 @@ class PayloadJournal:
             self._journal.close()
             self._held.close()
 
+    def _can_read(self, trajectory_id: str) -> bool:
+        try:
+            self._store.fetch([trajectory_id])
+        except ValueError:
+            return False
+        return True
+
     def _remember(self, rows: pa.RecordBatch) -> list[Summary]:
         summaries = summarise(rows)
         self._summaries |= {summary.trajectory_id: summary for summary in summaries}
         return summaries
+
+
+def _refuse_too_large(rows: pa.RecordBatch) -> None:
+    for row in range(rows.num_rows):
+        if (size := rows.slice(row, 1).nbytes) > ROW_BYTES:
+            raise ValueError(f"row {row}: {size} bytes, and nobody could fetch more than {ROW_BYTES} at once")

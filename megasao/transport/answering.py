@@ -15,7 +15,7 @@ Frames = list[bytes | memoryview]
 class AnsweringThread:
     """Sends each peer of a ROUTER socket what ``answer`` makes of its frames, until ``close``; owns ``socket``.
 
-    An answer that cannot be sent at once is left out: who asked asks again.
+    An answer that cannot be made (its error is logged) or sent at once is left out: who asked asks again.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", answer: Callable[[list[bytes]], Frames], *, name: str) -> None:
@@ -39,3 +39,5 @@ class AnsweringThread:
                 self._socket.send_multipart([peer, *self._answer(frames)], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 logger.info("an answer could not be sent (%s); who asked asks again", error)
+            except Exception:  # of one question; the others must still be answered
+                logger.exception("%s: an answer could not be made", self._thread.name)

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import zmq
 
+from megasao.config import Config
+from megasao.config.rundir import RunDirectory
+
 _FILE = "curve.json"
 _SERVER_FILE = "sglang.key"
 _SERVER_KEY_BYTES = 32
@@ -84,6 +87,11 @@ def load_keys(directory: Path) -> CurveKeys:
         if not isinstance(value, str) or len(value) != 40:
             raise ValueError(f"{path}: {name} is not a CURVE key (expected 40 characters of Z85)")
     return keys
+
+
+def keys_of(run: RunDirectory, config: Config) -> CurveKeys | None:
+    """The keys of a run; None where it does not authenticate its peers. ValueError as ``load_keys``."""
+    return load_keys(run.keys) if config.transport.curve else None
 
 
 def _write_secret(path: Path, text: str) -> None:

@@ -132,8 +132,9 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 class Welcome(msgspec.Struct, tag=True, frozen=True):
     """Answer to ``Hello`` and to every ``Heartbeat``; the names the receiver must forget are ``unknown_leases``.
 
-    ``incarnation`` differs after each start of the controller. A worker that sees it change (or is answered
-    ``Refused`` with ``SAY_HELLO``) says ``Hello`` again, then ``Credit``, and resends what has not been acked.
+    ``incarnation`` differs after each start of the controller, and each time that it gave the receiver up. A worker
+    that sees it change resends what has not been acked, and says again what payload it holds. One that is answered
+    ``Refused`` with ``SAY_HELLO`` says ``Hello`` again, then ``Credit``.
     A ``Welcome`` may also come unasked, to take leases back. ``servers``: addresses of the SGLang servers that are up
     for this worker; ``leaving``: those that it is to use no more.
     """

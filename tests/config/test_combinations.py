@@ -14,6 +14,8 @@ LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
 BASE = ["loop.steps=160", "sft.steps=800"]
 TWO_SEGMENTS = ["environment.compaction.max_segments=2", "environment.compaction.summary_tokens=9"]
 ROUTED = ["rollout.engine=sglang", "rollout.sglang.first_port=30000", "rollout.sglang.router=http://127.0.0.1:30100"]
+APART = [*ROUTED, "rollout.sglang.servers=2", "rollout.sglang.prefill_servers=1"]
+PREFILL = [*ROUTED, "rollout.sglang.prefill_servers=2"]
 
 CASES = [
     (["loop.batch_size=1"], ["loop.batch_size=2"], "loop.batch_size", "critic cannot learn"),
@@ -226,6 +228,12 @@ CASES = [
         "beyond 65535",
     ),
     (
+        [*PREFILL, "rollout.sglang.first_port=65000", "rollout.sglang.servers=534"],
+        [*PREFILL, "rollout.sglang.first_port=65000", "rollout.sglang.servers=533"],
+        "rollout.sglang.first_port",
+        "537 ports from 65000",
+    ),
+    (
         ["rollout.sglang.router=http://127.0.0.1:1", "rollout.sglang.first_port=30000"],
         [*ROUTED, "rollout.sglang.router=http://127.0.0.1:1"],
         "rollout.sglang.router",
@@ -246,6 +254,12 @@ CASES = [
         [*ROUTED, "rollout.sglang.servers=2", "rollout.sglang.prefill_servers=1"],
         "rollout.sglang.prefill_servers",
         "set rollout.sglang.router",
+    ),
+    (
+        [*APART, "rollout.sglang.server_args={disaggregation_transfer_backend: fake}"],
+        [*APART, "rollout.sglang.server_args={disaggregation_transfer_backend: mooncake_tcp}"],
+        "rollout.sglang.server_args.disaggregation_transfer_backend",
+        "moves no keys and values",
     ),
     (
         ["algorithm.advantages.policy_lambda=1.1"],

@@ -1,6 +1,5 @@
 """A tiny environment, trajectories for leases, and a worker that plays the wire by hand."""
 
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from megasao.controller.recovery import Opened
 from megasao.controller.server import ControllerServer
 from megasao.controller.state import ControllerState
 from megasao.environments.base import Environment, Prompt
+from megasao.launch.ports import free_ports
 from megasao.trajectories.buffer import summarise
 from megasao.trajectories.schema import Trajectory, to_batch, to_ipc
 from megasao.transport.codec import decode, encode
@@ -32,8 +32,13 @@ from megasao.transport.messages import (
     Welcome,
 )
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 """No wait of a test depends on speed: this is only where a broken one ends."""
+
+A, B = b"a", b"b"
+"""Peers: two workers."""
+ONE: dict[str, dict[str, int]] = {"rollout": {"concurrency": 1}}
+"""One lease at a time."""
 
 
 class TinyEnvironment(Environment):
@@ -72,6 +77,16 @@ def make_config(**sections) -> Config:
 def make_state(config: Config, **changes) -> ControllerState:
     fields = {"records": [], "journaled": [], "finished_evaluations": set(), "now": 0.0}
     return ControllerState(config, TinyEnvironment(), **{**fields, **changes})
+
+
+def ready(config=None, *, free: int = 16, peers=(A,), **changes):
+    """A state whose trainer has asked for its first batch, and whose workers have room."""
+    state = make_state(config or make_config(), **changes)
+    for peer in peers:
+        state.hello(peer, peer.decode(), [], 0.0)
+        state.credit(peer, free, 0, 0.0, free)
+    state.request_batch(state.batches.next_step, 0, 0.0)
+    return state
 
 
 def trajectory(lease: Lease, version: int = 0, newest: int | None = None, **changes) -> Trajectory:
@@ -122,10 +137,13 @@ def result_of(lease: Lease, seq: int, reward: float = 1.0, version: int = 0) -> 
     )
 
 
+def run_evaluation(state, leases, reward):
+    for number, lease in enumerate(leases):
+        assert state.evaluated(result_of(lease, number, reward(lease), version=3)) is None
+
+
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_ports(1)[0]}"
 
 
 def make_run(tmp_path, address: str) -> RunDirectory:

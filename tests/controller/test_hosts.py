@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from controller_support import (
+    TinyEnvironment,
     WireWorker,
     free_address,
     granted,
@@ -19,6 +20,8 @@ from test_groups import CRITICLESS
 from megasao.config import Config
 from megasao.controller.hosts import HostBook
 from megasao.controller.intake import PAYLOAD_HERE, PAYLOAD_THERE, Intake
+from megasao.controller.recovery import Opened
+from megasao.controller.server import ControllerServer
 from megasao.controller.state import ControllerState
 from megasao.trajectories.buffer import Summary, summarise
 from megasao.trajectories.ledger import Batch, Dropped, HostedAt
@@ -28,6 +31,7 @@ from megasao.transport.messages import (
     Ack,
     Credit,
     Heartbeat,
+    Hello,
     Lease,
     Manifest,
     Refused,
@@ -297,6 +301,34 @@ def test_a_worker_that_a_new_controller_does_not_know_says_hello_before_all_else
         worker.send(Heartbeat({}))
         worker.until(lambda: len(worker.others) == 2)
         assert worker.others == [Refused(SAY_HELLO)] * 2
+
+
+def test_a_worker_that_was_given_up_hears_it_and_says_again_what_it_holds(tmp_path):
+    """What was forgotten meanwhile it would keep for good."""
+    run = make_run(tmp_path, free_address())
+    address = run.read_endpoints().controller
+    server = ControllerServer(run, hosted_config(), TinyEnvironment(), Opened(run), address=address)
+    with closing(server), closing(WireWorker(address)) as worker:
+
+        def heard(message) -> str:
+            worker.others.clear()
+            worker.send(message)
+            for _ in range(1000):
+                server.tick()
+                worker.poll(0)
+                if worker.others:
+                    break
+            (welcome,) = worker.others
+            return welcome.incarnation
+
+        hello = Hello("rollout-0", "rollout")
+        first = heard(hello)
+        assert heard(Heartbeat({})) == heard(hello) == first, "a connection that broke is no news"
+        server.state.lose(ONE)
+        second = heard(hello)
+        assert second != first and heard(Heartbeat({})) == second
+        server.state.lose(TWO)
+        assert heard(hello) == second, "another one's loss"
 
 
 def test_the_book_of_hosts():

@@ -117,7 +117,7 @@ def run(tmp_path):
     run = make_run(tmp_path, free_address())
     config = make_config(
         loop={"batch_size": BATCH, "max_lag": 3, "steps": 1000},
-        transport={"heartbeat_s": 0.5, "dead_after_s": 3.0},
+        transport={"heartbeat_s": 0.5, "dead_after_s": 60.0},
         buffer={"max_attempts": 5},
     )
     run.config.write_text(dump_config(config))

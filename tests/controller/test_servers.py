@@ -64,7 +64,7 @@ def test_a_controller_that_was_restarted_hears_that_a_server_is_leaving():
 def config() -> Config:
     return make_config(
         rollout=SGLANG,
-        transport={"heartbeat_s": 0.05, "dead_after_s": 10.0},
+        transport={"heartbeat_s": 0.05, "dead_after_s": 60.0},
         supervision={"stop_timeout_s": 60.0, "start_timeout_s": 60.0},
     )
 
@@ -144,3 +144,17 @@ def test_what_cannot_be_added_or_removed_is_refused(run, config):
             change(run, routed, what)
     with pytest.raises(ValueError, match=r"rollout\.engine = embedded"):
         registration.add(run, make_config(), 0)
+
+
+def test_two_processes_do_not_change_the_servers_at_once(run, monkeypatch):
+    monkeypatch.setattr("megasao.config.rundir.CHANGE_WAIT_S", 0.0)
+
+    def change_meanwhile(engines):
+        with pytest.raises(ValueError, match="another process that changes the servers is alive"):
+            run.change_engines(lambda _: {})
+        return engines
+
+    run.change_engines(change_meanwhile)
+    assert list(run.read_endpoints().engines) == list(NAMES)
+    run.change_engines(lambda _: {})
+    assert not run.read_endpoints().engines, "the lock goes with its process, or its end"

@@ -1,18 +1,20 @@
 """Every family through every tool, on checkpoints that transformers wrote."""
 
-import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megasao.conversion.blocks import BLOCK, FP8, scale_shape
 from megasao.families import families
 from megasao.families.names import SCALE, fp8_names
 from megasao.storage.hf_directory import INDEX
 from megasao.storage.model_parts import is_whole
+from tests.conversion.quantizers import needs_quantizers, run_beside
 from tests.conversion.support import convert, names_and_bytes, tensors_of, write_family
 
 
@@ -76,22 +78,35 @@ def test_block_fp8_and_back(source: Path, tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "model" / "hf" / "config.json").read_text())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="transformers needs accelerate for FP8")
-@pytest.mark.parametrize("family", families())
-def test_transformers_reads_the_same_from_our_fp8(family: str, tmp_path: Path) -> None:
-    """It guesses the block from the number of scales, which is right only where blocks fill the matrix."""
-    from transformers import AutoModelForCausalLM
+READ = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+for plain, fp8 in json.loads(sys.argv[1]):
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.bfloat16).state_dict() for p in (plain, fp8))
+    wrong = ours.keys() ^ theirs.keys() or {name for name in ours if not torch.equal(ours[name], theirs[name])}
+    print("DIFFERENT", json.dumps(sorted(wrong)))
+"""
 
+
+@needs_quantizers
+def test_transformers_reads_the_same_from_our_fp8(tmp_path: Path) -> None:
+    """It guesses the block from the number of scales, which is right only where blocks fill the matrix."""
     full = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4}
-    source = write_family(tmp_path / "hf", family, "bfloat16", **full)
-    assert convert("quantize", source, tmp_path / "fp8") == 0
-    assert convert("quantize", tmp_path / "fp8", tmp_path / "plain", "--dequantize") == 0
-    ours, theirs = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16).state_dict()
-        for name in ("plain", "fp8")
-    )
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    pairs = []
+    for family in families():
+        root = tmp_path / family
+        source = write_family(root / "hf", family, "bfloat16", **full)
+        assert convert("quantize", source, root / "fp8") == 0
+        assert convert("quantize", root / "fp8", root / "plain", "--dequantize") == 0
+        pairs.append([str(root / "plain"), str(root / "fp8")])
+    changed = shutil.copytree(root / "fp8", tmp_path / "changed") / "model.safetensors"
+    tensors = load_file(changed)
+    tensors[f"model.layers.2.self_attn.o_proj.weight{SCALE}"] *= 2
+    save_file(tensors, changed, metadata={"format": "pt"})
+    pairs.append([str(root / "plain"), str(changed.parent)])
+    lines = [line for line in run_beside(READ, json.dumps(pairs)).stdout.splitlines() if line.startswith("DIFFERENT")]
+    assert lines == ["DIFFERENT []"] * len(families()) + ['DIFFERENT ["model.layers.2.self_attn.o_proj.weight"]']
 
 
 def test_the_table_says_what_is_in_fp8(source: Path) -> None:

@@ -20,6 +20,16 @@ from tests.conversion.support import convert, names_and_bytes
 MB = 1 << 20
 LARGEST = 48 * MB
 START = "import sys; from megasao.cli import main; main(['convert', *sys.argv[1:]])"
+HELD = """
+import os, time
+rename, done = os.rename, []
+def held(old, new):
+    rename(old, new)
+    done.append(new)
+    if len(done) == 3:
+        time.sleep(600)
+os.rename = held
+"""
 LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (52_000_000, 52_000_000)); " + START
 MEASURED = """
 import sys
@@ -83,7 +93,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(script: str, *arguments: str | Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, timeout=400
     )
 
 
@@ -127,10 +137,10 @@ def test_a_full_disk_ends_it_and_the_same_command_goes_on(large: Path, tmp_path:
 
 def test_a_killed_conversion_goes_on(large: Path, tmp_path: Path) -> None:
     arguments = ["quantize", str(large), str(tmp_path / "out"), "--shard-gb", "0.006"]
-    process = subprocess.Popen([sys.executable, "-c", START, *arguments], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    process = subprocess.Popen([sys.executable, "-c", HELD + START, *arguments], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300  # it waits in the middle, so that no machine is too fast for the kill
     while not list(tmp_path.glob(".out.partial/*.safetensors")) and time.monotonic() < deadline:
-        time.sleep(0.002)
+        time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(timeout=60)
     kept = {path.name: path.stat().st_ino for path in tmp_path.glob(".out.partial/*.safetensors")}

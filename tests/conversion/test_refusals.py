@@ -38,6 +38,11 @@ def change_config(path: Path, **changes: Any) -> None:
     (path / "config.json").write_text(json.dumps(config | changes))
 
 
+def change_manifest(path: Path, **changes: Any) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | changes))
+
+
 def change_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], None], *, index: bool = True) -> None:
     """Change the tensors of the first file, and the index with them."""
     file = first_file(path)
@@ -77,10 +82,45 @@ def cut_a_norm(tensors: dict[str, torch.Tensor]) -> None:
     tensors[name] = tensors[name][1:].contiguous()
 
 
+def flatten_a_weight(tensors: dict[str, torch.Tensor]) -> None:
+    name = some(tensors, "k_proj.weight")
+    tensors[name] = tensors[name].reshape(-1)
+
+
+def whole_numbers(ending: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def convert_one(tensors: dict[str, torch.Tensor]) -> None:
+        name = some(tensors, ending)
+        tensors[name] = tensors[name].to(torch.int8)
+
+    return convert_one
+
+
+def spoil_a_scale(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[some(tensors, "_scale_inv")].view(-1)[0] = torch.nan
+
+
+def exchange_in_the_index(path: Path) -> None:
+    content = json.loads((path / INDEX).read_text())
+    first, *others = sorted(set(content["weight_map"].values()))
+    name = next(name for name, file in content["weight_map"].items() if file == first)
+    content["weight_map"][name] = others[0]
+    (path / INDEX).write_text(json.dumps(content))
+
+
 WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated file": (truncate, "is truncated: it has"),
     "missing shard": (lambda path: first_file(path).unlink(), "is not a complete Hugging Face checkpoint: model-00001"),
     "index is no JSON": (lambda path: (path / INDEX).write_text("{"), "cannot be read: JSONDecodeError"),
+    "pointer": (
+        lambda path: first_file(path).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        "is only a pointer of Git LFS; fetch the file itself with `git lfs pull`",
+    ),
+    "index of other files": (exchange_in_the_index, f"as {INDEX} says"),
+    "index without a name": (
+        lambda path: (path / INDEX).write_text('{"weight_map": {"a": null}}'),
+        "a tensor is in no file",
+    ),
+    "no index": (lambda path: (path / INDEX).unlink(), f"model.safetensors is missing, and so is {INDEX}"),
     "index without files": (lambda path: (path / INDEX).write_text("{}"), "cannot be read: KeyError"),
     "no config": (lambda path: (path / "config.json").unlink(), "has no config.json"),
     "unknown family": (lambda path: change_config(path, model_type="gpt2"), "'gpt2' is not supported"),
@@ -91,6 +131,21 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "another size": (lambda path: change_config(path, vocab_size=33), "vocab_size and hidden_size (33, 64)"),
     "more layers": (lambda path: change_config(path, num_hidden_layers=5), "lacks"),
     "another quantisation": (lambda path: change_config(path, quantization_config={"quant_method": "awq"}), "'awq'"),
+    "quantisation is a word": (lambda path: change_config(path, quantization_config="fp8"), "quant_method = None"),
+    "blocks are a number": (
+        lambda path: change_config(path, quantization_config={"quant_method": "fp8", "weight_block_size": 128}),
+        "weight_block_size = 128; expected 'fp8' in blocks such as [128, 128]",
+    ),
+    "dense layers are a word": (lambda path: change_config(path, mlp_only_layers="1"), "a list of whole numbers"),
+    "kinds of fewer layers": (
+        lambda path: change_config(path, mlp_layer_types=["sparse"]),
+        "one entry for each of num_hidden_layers = 4",
+    ),
+    "a count is a word": (lambda path: change_config(path, decoder_sparse_step="1"), "expected a whole number"),
+    "rotation is a word": (
+        lambda path: change_config(path, rope_parameters="default"),
+        "rotary embedding's settings are 'default'; expected an object",
+    ),
     "no quantisation": (
         lambda path: change_config(path, quantization_config=None),
         "but config.json has no quantization",
@@ -116,6 +171,10 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         "in FP8 without its",
     ),
     "scale transposed": (lambda path: change_tensors(path, transpose_a_scale), "blocks of (128, 128) needs (1, 1)"),
+    "scale is NaN": (lambda path: change_tensors(path, spoil_a_scale), "_scale_inv that is infinite or NaN"),
+    "scale of whole numbers": (lambda path: change_tensors(path, whole_numbers("_scale_inv")), "_scale_inv in int8"),
+    "weight of whole numbers": (lambda path: change_tensors(path, whole_numbers("norm.weight")), "expected float32"),
+    "weight in a row": (lambda path: change_tensors(path, flatten_a_weight), "only matrices have blocks"),
     "shape unlike the others": (
         lambda path: change_tensors(path, cut_a_norm),
         "of shape (64,), but model.layers.",
@@ -176,6 +235,12 @@ def test_wrong_training_checkpoints(sharded: Path, tmp_path: Path, capsys: pytes
         (lambda path: (path / "part-00001.sum.json").unlink(), "part-00001.sum.json is missing"),
         (lambda path: (path / "manifest.json").unlink(), "is not a training checkpoint"),
         (lambda path: (path / "manifest.json").write_text('{"format": "other"}'), "format 'other' is not supported"),
+        (lambda path: (path / "manifest.json").write_text(""), "manifest.json cannot be read"),
+        (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json is not a JSON object"),
+        (lambda path: change_manifest(path, parts=[]), "parts = []; expected role and files"),
+        (lambda path: change_manifest(path, role="x"), "has role = 'x'"),
+        (lambda path: change_manifest(path, parts=["part-00000.safetensors"]), "tensor(s), first "),
+        (lambda path: (path / "hf" / "config.json").write_text(""), "config.json is not valid JSON"),
         (lambda path: shutil.rmtree(path / "hf"), "say with --model"),
     ]
     for number, (spoil, message) in enumerate(cases):

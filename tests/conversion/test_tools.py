@@ -13,7 +13,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 
 def run(tool: str, *arguments: str | Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(TOOLS / f"{tool}.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400)
 
 
 def test_verify_says_by_its_exit_code(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def run(script: str, *arguments: str) -> str:
         [sys.executable, str(ROOT / "benchmarks" / script), *arguments],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
@@ -66,7 +66,16 @@ def test_background_evaluation(tmp_path: Path) -> None:
     quick = ("--seconds=1", "--turn=0.1", "--repeats=1")
     assert "beside evaluations / alone" in run("background_evaluation.py", *quick, "--json", str(report))
     found = json.loads(report.read_text())
-    assert found["evaluation_episodes"] > 0 and min(found["alone"] + found["beside evaluations"]) > 0
+    assert found["evaluation_turns"] > 0 and min(found["alone"] + found["beside evaluations"]) > 0
+
+
+@pytest.mark.full
+def test_evaluation_share(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    run("evaluation_share.py", "--steps=20", "--json", str(report))
+    found = json.loads(report.read_text())
+    assert found["0"][0]["evaluations"] == 0 < found["1"][0]["evaluations"]
+    assert all(min(one["processors"].values()) > 0 for every in "01" for one in found[every])
 
 
 def test_controller(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def run(*command: str | Path, **environment: str) -> "subprocess.CompletedProces
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
     )
 
 

@@ -2,10 +2,10 @@
 
     python load_trainer.py RUN '{"seconds": 600, "kill_every_s": 60, "warm": 1000, "change_at_s": 600}'
 
-It takes batches as fast as they come, gives out new weights every few of them, kills one SGLang server after the other
-and watches them come back, and measures the memory of the rollout worker and the controller. Once it adds a server, and
-removes another. At the end it takes no more, waits until every lease has ended, and writes ``RUN/load.json``. All else
-of the run is the product's.
+It takes batches as fast as they come, gives out new weights every few of them, kills an SGLang server at every
+``kill_every_s`` of its clock and watches them come back, and measures the memory of the rollout worker and the
+controller. Once it adds a server, and removes another. At the end it takes no more, waits until every lease has ended,
+and writes ``RUN/load.json``. All else of the run is the product's.
 """
 
 import json
@@ -13,9 +13,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-import urllib.error
-import urllib.request
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,10 @@ from megasao.transport.messages import (
 )
 from megasao.weights.publisher import WeightPublisher
 
-REPLY_S = 60.0
-BACK_S = 240.0
-"""Longest absence of a killed server."""
-DRAIN_S = 240.0
+REPLY_S = 300.0
+BACK_S = 1200.0
+"""Longest absence of a killed server: a bound for what hangs, on any machine."""
+DRAIN_S = 600.0
 """Longest wait for the leases that are out at the end."""
 PUBLISH_EVERY = CHECKPOINT_EVERY = 8
 MEASURE_EVERY_S = 2.0
@@ -53,7 +53,7 @@ MEASURE_EVERY_S = 2.0
 
 @dataclass
 class Kill:
-    """A server that was killed, and for how long it was away."""
+    """A server that was killed ``at`` so many seconds of the run's clock, and for how long episodes did not use it."""
 
     server: str
     how: str
@@ -63,34 +63,67 @@ class Kill:
 
 
 class Killer:
-    """SIGKILL, every ``every_s`` seconds, to the servers for training in turn: to the one process that serves HTTP, or
-    to all of them. The next one is killed only when the one before it serves again."""
+    """In a thread, so that nothing holds up its clock: in each ``every_s`` seconds one SIGKILL to a server for training
+    that is up, to the one process that serves HTTP or to all of it. Up is what the rollout worker uses. Of two the one
+    goes that was up for longer; where none is up this is noted, and nobody is killed."""
 
-    def __init__(self, run: RunDirectory, config: Config, every_s: float) -> None:
-        self._run, self._every_s = run, every_s
+    def __init__(
+        self, run: RunDirectory, config: Config, options: Mapping[str, float], count: Callable[[], int]
+    ) -> None:
+        self._run, self._every_s, self._count = run, options["kill_every_s"], count
+        self._times = round(options["seconds"] / self._every_s)
         self._planned, _ = engine_names(config, 0)
-        self._due = time.monotonic() + every_s / 2
+        self._started, self._over = time.monotonic(), threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._returns: dict[str, int] = {}
         self.kills: list[Kill] = []
+        self.nobody_up: list[float] = []
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        """Whether all was done, and every server is back. What went wrong in the thread is raised."""
+        if self._error is not None:
+            raise self._error
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(30)
 
     @property
-    def waiting(self) -> bool:
-        """Whether the last one is still away."""
-        return bool(self.kills) and self.kills[-1].away_s is None
+    def _clock(self) -> float:
+        return time.monotonic() - self._started
 
-    def tick(self, trajectories: int) -> None:
-        now = time.monotonic()
-        if self.waiting:
-            last = self.kills[-1]
-            if self._serves(last.server):
-                last.away_s = now - last.at
-            assert now - last.at < BACK_S, f"{last.server} did not come back"
-        elif now >= self._due:
-            self._due = now + self._every_s
-            number = len(self.kills)
-            names = [name for name in training_servers(self._run.read_endpoints(), 0) if name in self._planned]
-            name, how = names[number % len(names)], ("process", "group")[number // len(names) % 2]
-            self._kill(name, how)
-            self.kills.append(Kill(name, how, trajectories, time.monotonic()))
+    def _work(self) -> None:
+        try:
+            while not self._over.wait(0.25) and (self._done < self._times or self._away()):
+                for kill in self._away():
+                    self._look_for(kill)
+                if self._done < self._times and self._clock >= self._every_s * (self._done + 0.5):
+                    self._strike()
+        except BaseException as error:  # raised where the run waits
+            self._error = error
+
+    @property
+    def _done(self) -> int:
+        return len(self.kills) + len(self.nobody_up)
+
+    def _away(self) -> list[Kill]:
+        return [kill for kill in self.kills if kill.away_s is None]
+
+    def _strike(self) -> None:
+        away = {kill.server for kill in self._away()}
+        here = [name for name in training_servers(self._run.read_endpoints(), 0) if name in self._planned]
+        last = {kill.server: kill.at for kill in self.kills}
+        victims = sorted((name for name in here if name not in away), key=lambda name: last.get(name, -1.0))
+        if not victims:
+            self.nobody_up.append(self._clock)
+            return
+        how = ("process", "group")[len(self.kills) // 2 % 2]
+        self._returns[victims[0]] = self._times_back(victims[0])
+        self._kill(victims[0], how)
+        self.kills.append(Kill(victims[0], how, self._count(), self._clock))
 
     def _kill(self, name: str, how: str) -> None:
         """The role's process leads a group of its own, which the server belongs to."""
@@ -101,13 +134,15 @@ class Killer:
                 return
         raise AssertionError(f"{name} does not run")
 
-    def _serves(self, name: str) -> bool:
-        try:
-            url = self._run.read_endpoints().engines[name]
-            with urllib.request.urlopen(f"{url}/health_generate", timeout=2) as answer:
-                return bool(answer.status == 200)
-        except (OSError, urllib.error.URLError):
-            return False
+    def _look_for(self, kill: Kill) -> None:
+        if self._times_back(kill.server) > self._returns[kill.server]:
+            kill.away_s = self._clock - kill.at
+        assert self._clock - kill.at < BACK_S, f"{kill.server} did not come back"
+
+    def _times_back(self, name: str) -> int:
+        """How often the worker has said that it uses the server again."""
+        said = (self._run.logs / "rollout-0.log").read_text(encoding="utf-8")
+        return said.count(f"{self._run.read_endpoints().engines[name]} is used again")
 
 
 class Change:
@@ -175,11 +210,13 @@ class LoadTrainer:
         self._publish()
         while self._trajectories < self._options["warm"]:
             self._take_batch()
-        killer, change = Killer(self._run, self._config, self._options["kill_every_s"]), Change(self._run)
+        change = Change(self._run)
+        killer = Killer(self._run, self._config, self._options, lambda: self._trajectories)
         try:
             self._make_trouble(killer, change)
             status = self._drain()
         finally:
+            killer.close()
             change.close()
         report = {
             "seconds": self._seconds,
@@ -187,6 +224,7 @@ class LoadTrainer:
             "versions": self._version + 1,
             "steps": self._step,
             "kills": [asdict(kill) for kill in killer.kills],
+            "nobody_up": killer.nobody_up,
             "memory": self._memory,
             "counters": status.counters,
         }
@@ -195,13 +233,15 @@ class LoadTrainer:
         self._publisher.close()
 
     def _make_trouble(self, killer: Killer, change: Change) -> None:
-        """Until the time is over, every server is back, and the change is made."""
+        """Until the time is over, every server is back, the change is made, and versions were more than kills."""
         started = time.monotonic()
-        while (passed := time.monotonic() - started) < self._options["seconds"] or killer.waiting or not change.is_done:
+        while True:
+            passed = time.monotonic() - started
+            is_done = killer.is_done() and change.is_done and self._version >= len(killer.kills)
+            if is_done and passed >= self._options["seconds"]:
+                break
             self._take_batch()
-            if passed < self._options["seconds"] or killer.waiting:
-                killer.tick(self._trajectories)
-            if passed >= self._options["change_at_s"]:
+            if passed >= self._options["change_at_s"] and not change.is_done:
                 change.tick()
             self._measure()
             assert passed < self._options["seconds"] + 2 * BACK_S, "servers did not come or go; see the run's logs"
@@ -243,7 +283,7 @@ class LoadTrainer:
             time.sleep(0.2)
 
     def _measure(self) -> None:
-        """Memory of the two processes: what is theirs alone, and their shares of what is not."""
+        """Memory of the two processes that is theirs alone: shares of libraries change with whoever else runs."""
         now = time.monotonic()
         if now - self._measured < MEASURE_EVERY_S:
             return
@@ -253,7 +293,7 @@ class LoadTrainer:
             words = command_of(child)
             for role in ("rollout", "controller"):
                 if "megasao" in words and role in words:
-                    found[role] = child.memory_full_info().pss
+                    found[role] = child.memory_full_info().uss
         self._memory.append(found)
 
     def _ask(self, message: Any) -> Any:

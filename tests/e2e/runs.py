@@ -19,7 +19,7 @@ from megasao.trajectories.journal import Journal
 from megasao.trajectories.ledger import Batch, Dropped, HostedAt, Ledger, Record
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 
 
 def write_model(directory: Path) -> Path:
@@ -72,7 +72,7 @@ def finish(process: subprocess.Popen[str], config: Path) -> RunDirectory:
         process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(60)
     output = (config.parent / "train.log").read_text(encoding="utf-8")
     assert process.returncode == 0, output[-6000:]
     return directory(config)

@@ -106,7 +106,7 @@ def test_a_run_directory_in_use_is_not_overwritten(model: Path, tmp_path: Path) 
         cwd=runs.ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=runs.TIMEOUT_S,
     )
     assert result.returncode == 2
     assert "--resume" in result.stdout + result.stderr

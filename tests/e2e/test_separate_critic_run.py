@@ -40,15 +40,18 @@ def test_killed_and_resumed_it_gives_the_numbers_of_a_colocated_critic(tmp_path:
         tmp_path / "config.yaml",
         runs.write_model(tmp_path / "model"),
         loop={"steps": TOTAL, "batch_size": 8},
-        checkpoint={"every": 4, "keep": 9},
+        checkpoint={"every": 5, "keep": 9},
         evaluation={"problems": 4, "every": 0, "sampled": False},
         **SEPARATE,
     )
     process = runs.start(config)
     run = runs.directory(config)
+    runs.wait_until(lambda: len(runs.steps(run)) >= 1, process, config)
+    trainer, critic = (runs.role_process(process, role) for role in ("trainer", "critic"))
+    assert critic is not None
+    # After the checkpoint of five steps, and long before the next, however fast the steps are.
     runs.wait_until(lambda: len(runs.steps(run)) >= 6, process, config)
-    trainer = runs.role_process(process, "trainer")
-    runs.kill_role(process, "critic")
+    critic.kill()
     runs.finish(process, config)
 
     runs.check_books(run, TOTAL)
@@ -57,7 +60,7 @@ def test_killed_and_resumed_it_gives_the_numbers_of_a_colocated_critic(tmp_path:
     assert trainer is not None and not trainer.is_running(), "the actor's world was restarted with it"
     lines = [json.loads(line) for line in (run.metrics / "trainer.jsonl").read_text(encoding="utf-8").splitlines()]
     said = [line["step"] for line in lines if "step" in line]
-    assert sorted(set(said)) == list(range(TOTAL)) and said.count(4) == 2, "steps after the checkpoint were done again"
+    assert sorted(set(said)) == list(range(TOTAL)) and said.count(5) == 2, "steps after the checkpoint were done again"
     assert {"actor", "critic", "rng-0.safetensors", "rng-critic-0.safetensors"} <= set(
         os.listdir(run.checkpoints / f"step_{TOTAL:06d}")
     )

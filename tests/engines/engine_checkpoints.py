@@ -5,7 +5,15 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GlmMoeDsaConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 VOCAB = 32
 MAX_TOTAL = 256
@@ -36,6 +44,16 @@ def dense_config(**changes: object) -> Qwen3Config:
 
 def llama_config(**changes: object) -> LlamaConfig:
     return LlamaConfig(**{**_COMMON, **changes})
+
+
+def latent_config(**changes: object) -> GlmMoeDsaConfig:
+    """Latent attention on keys that the first layer selects and the second shares; experts in both."""
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    indexer = {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 6, "indexer_types": ["full", "shared"]}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 0}
+    own = {"num_key_value_heads": 4, "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    # transformers has 1e-6 in the norms of the latents, whatever the config says.
+    return GlmMoeDsaConfig(**{**_COMMON, **latent, **indexer, **experts, **own, "rms_norm_eps": 1e-6, **changes})
 
 
 def make_checkpoint(path: Path, config: PretrainedConfig, *, seed: int = 0) -> Path:
@@ -87,6 +105,11 @@ class Reference:
         return torch.log_softmax(logits / temperature, dim=-1).gather(-1, torch.tensor(output)[:, None])[:, 0]
 
 
+def new_cache(references: dict[int, Reference]) -> DynamicCache:
+    """An empty one, for the layers that the references have."""
+    return DynamicCache(config=next(iter(references.values())).model.config)
+
+
 def version_of(spans: Sequence[tuple[int, int]], index: int) -> int:
     """The weight version of output token ``index``."""
     return [version for start, version in spans if start <= index][-1]
@@ -96,7 +119,7 @@ def logprobs_over_updates(
     references: dict[int, Reference], prompt: Sequence[int], output: Sequence[int], spans: Sequence[tuple[int, int]]
 ) -> torch.Tensor:
     """Log-probs (T = 1) when the KV cache is kept over updates: token i is computed by the version of token i + 1."""
-    cache, pending, result = DynamicCache(), list(prompt), []
+    cache, pending, result = new_cache(references), list(prompt), []
     for index, token in enumerate(output):
         logits = references[version_of(spans, index)].logits(pending, cache)[-1]
         result.append(torch.log_softmax(logits, -1)[token])

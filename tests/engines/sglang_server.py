@@ -7,6 +7,8 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +100,31 @@ class RunningServer:
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
         self.process.wait(30)
+
+
+def imports(*modules: str) -> bool:
+    """Whether SGLang's environment has all of these."""
+    return (
+        PYTHON.exists()
+        and not subprocess.run([PYTHON, "-c", f"import {', '.join(modules)}"], capture_output=True).returncode
+    )
+
+
+@contextmanager
+def routing(words: Sequence[str], log: Path, port: int | None = None) -> Iterator[str]:
+    """SGLang's router with these arguments; its address."""
+    own, metrics = free_ports(2)
+    port = own if port is None else port
+    command = [str(PYTHON), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port), *words]
+    command += ["--worker-startup-check-interval", "1", "--prometheus-port", str(metrics)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + START_S
+        while ask(f"http://127.0.0.1:{port}", "/health") != 200:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.3)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(30)

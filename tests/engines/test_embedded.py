@@ -238,6 +238,22 @@ def test_incomplete_checkpoints_are_refused_by_name(checkpoint: Path, tmp_path: 
             asyncio.run(engine.start())
 
 
+def test_a_damaged_file_and_a_cache_without_memory_are_told(checkpoint: Path, tmp_path: Path) -> None:
+    damaged = save_tensors(checkpoint, tmp_path / "damaged", load_tensors(checkpoint))
+    (damaged / "model.safetensors").write_bytes(bytes(100))
+    for path, tokens, reason in (
+        (damaged, MAX_TOTAL, r"model\.safetensors is damaged or cut off"),
+        (
+            checkpoint,
+            10**12,
+            r"rollout\.embedded\.slots: what attention keeps of 2 requests .* does not fit into memory",
+        ),
+    ):
+        engine = EmbeddedEngine(path, EmbeddedEngineConfig(slots=2), max_total_tokens=tokens, seed=0)
+        with pytest.raises(ValueError, match=reason):
+            asyncio.run(engine.start())
+
+
 def test_call_before_start_is_an_engine_error(checkpoint: Path) -> None:
     engine = EmbeddedEngine(checkpoint, EmbeddedEngineConfig(), max_total_tokens=MAX_TOTAL, seed=0)
     with pytest.raises(EngineError, match="not started"):

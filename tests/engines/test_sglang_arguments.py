@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_checkpoints import dense_config, make_checkpoint, moe_config
-from sglang_server import needs_sglang, sglang_config
+from sglang_server import PYTHON, needs_sglang, sglang_config
 from transformers import AutoConfig
 
 from megasao.config.architecture import read_hf_config
@@ -17,7 +18,9 @@ from megasao.config.load import load_with_places
 from megasao.config.sglang import CONTEXT_SLACK
 from megasao.launch.preflight import preflight
 from megasao.rollout.engines.sglang_arguments import (
+    CHECK_TIMEOUT_S,
     CPU_SUPPORT,
+    SERVE_SCRIPT,
     check_server_args,
     make_served_directory,
     model_problem,
@@ -50,14 +53,29 @@ RIGHT: dict[str, Any] = {
 }
 
 
+def ask_sglang(questions: list[dict[str, Any]]) -> Any:
+    """What the script that ``check_server_args`` runs says to each, in one process: SGLang's import takes seconds."""
+    body = "import json, runpy, sys; check = runpy.run_path(sys.argv[1])['check']; "
+    body += "print(json.dumps([check(one) for one in json.loads(sys.argv[2])]))"
+    done = subprocess.run(
+        [PYTHON, "-P", "-c", body, SERVE_SCRIPT, json.dumps(questions)],
+        env=server_environment(sglang_config(server_args={"device": "cpu"}), ""),
+        capture_output=True,
+        text=True,
+        timeout=CHECK_TIMEOUT_S,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @needs_sglang
 def test_arguments_are_checked_by_the_installed_sglang() -> None:
     answer = check_server_args(sglang_config(server_args=RIGHT))
     assert (answer["unknown"], answer["error"]) == ([], None)
     assert {"tp_size", "mem_fraction_static", "page_size"} <= set(answer["known"])
-    for arguments, where, reason in WRONG:
-        answer = check_server_args(sglang_config(server_args={**RIGHT, **arguments}))
-        assert reason in str(answer[where]), answer
+    answers = ask_sglang([{**RIGHT, **arguments} for arguments, _, _ in WRONG])
+    for (_, where, reason), found in zip(WRONG, answers, strict=True):
+        assert reason in str(found[where]), found
 
 
 @needs_sglang
@@ -87,7 +105,7 @@ def test_a_model_that_sglang_would_serve_otherwise_is_refused(tmp_path: Path) ->
     write_tiny_tokenizer(make_checkpoint(tmp_path / "mixed", moe_config(mlp_only_layers=[0])))
     overrides = [f"model.path={tmp_path / 'mixed'}", f"rollout.sglang.python={cpu.python}"]
     with pytest.raises(ValueError, match=r"rollout\.engine: .*mlp_only_layers"):
-        preflight(*load_with_places(LAPTOP, overrides))
+        preflight(*load_with_places(LAPTOP, overrides), ask_sglang=False)
 
 
 def test_a_run_on_a_cluster_asks_its_nodes_and_not_this_machine(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 import asyncio
 import base64
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,86 +12,14 @@ import numpy as np
 import pytest
 from aiohttp import web
 from engine_checkpoints import load_tensors, make_checkpoint, moe_config
-from sglang_server import sglang_config
+from misbehaving_server import FIRST_LABEL, LONG_S, SHORT_S, Misbehaving, make_engine, piece
 
 from megasao.launch.ports import free_ports
 from megasao.rollout.engines.base import EngineError, GenerateRequest, SamplingParams
 from megasao.rollout.engines.sglang import RequestLost, SGLangEngine
 from megasao.rollout.engines.sglang_client import ServerUnreachable
 
-BOUND_S = 0.4
 REQUEST = GenerateRequest("request", "session", [1, 2], SamplingParams(1.0, 4, stop_token_ids=(9,), seed=1))
-FIRST_LABEL = "default"
-
-
-def piece(
-    ids: list[int], *, finish: str | None = None, spans: Any = None, logprob: float | None = -1.0
-) -> dict[str, Any]:
-    """One message of the stream; ``spans`` of the last one cover its four tokens, unless given."""
-    meta: dict[str, Any] = {
-        "finish_reason": {"type": finish} if finish else None,
-        "prompt_tokens": 2,
-        "output_token_logprobs": [[logprob, token, None] for token in ids],
-    }
-    if finish:
-        meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans or [(FIRST_LABEL, 0, 4)]]
-    return {"output_ids": ids, "meta_info": meta}
-
-
-class Misbehaving:
-    """Streams ``pieces``, then ``then``: end, drop the connection, or say nothing more."""
-
-    def __init__(self) -> None:
-        self.pieces: list[dict[str, Any]] = [piece([3, 4]), piece([5, 6], finish="length")]
-        self.then = "end"
-        self.update: dict[str, Any] | None = {"success": True}
-        self.calls: list[str] = []
-        self.label = FIRST_LABEL
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[str]:
-        app = web.Application()
-        app.router.add_get("/health_generate", self._ok)
-        app.router.add_get("/model_info", self._info)
-        app.router.add_post("/generate", self._generate)
-        app.router.add_post("/update_weights_from_disk", self._update)
-        for path in ("/abort_request", "/pause_generation", "/continue_generation"):
-            app.router.add_post(path, self._ok)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        (port,) = free_ports(1)
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            await runner.cleanup()
-
-    async def _ok(self, request: web.Request) -> web.Response:
-        self.calls.append(request.path)
-        return web.json_response({})
-
-    async def _info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.label})
-
-    async def _update(self, request: web.Request) -> web.Response:
-        self.calls.append(request.path)
-        if self.update is None:
-            await asyncio.sleep(60)
-        assert self.update is not None
-        self.label = (await request.json())["weight_version"]
-        return web.json_response(self.update, status=200 if self.update["success"] else 400)
-
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for message in self.pieces:
-            await response.write(b"data: " + web.json_response(message).body + b"\n\n")  # type: ignore[operator]
-        if self.then == "silence":
-            await asyncio.sleep(60)
-        if self.then == "drop":
-            assert request.transport is not None
-            request.transport.abort()
-        return response
 
 
 @pytest.fixture(scope="module")
@@ -112,24 +39,11 @@ def run(
             engine = make_engine(url, checkpoint, directory, **options)
             await engine.start()
             try:
-                return await asyncio.wait_for(body(engine), 30)
+                return await asyncio.wait_for(body(engine), 200)
             finally:
                 await engine.close()
 
     return asyncio.run(whole())
-
-
-def make_engine(url: str, checkpoint: Path, directory: Path, **options: Any) -> SGLangEngine:
-    return SGLangEngine(
-        url,
-        checkpoint,
-        sglang_config(silence_timeout_s=BOUND_S, **{"stream_interval": 1, **options}),
-        staging=directory / "weights",
-        max_total_tokens=64,
-        seed=0,
-        start_timeout_s=BOUND_S,
-        update_timeout_s=BOUND_S,
-    )
 
 
 async def generate(engine: SGLangEngine) -> Any:
@@ -146,7 +60,7 @@ def test_a_cut_stream_keeps_what_arrived(checkpoint: Path, tmp_path: Path, then:
     server = Misbehaving()
     server.pieces, server.then = [piece([3, 4]), piece([5])], then
     with pytest.raises(RequestLost) as caught:
-        run(checkpoint, tmp_path, server, generate)
+        run(checkpoint, tmp_path, server, generate, silence_timeout_s=SHORT_S)
     partial = caught.value.partial
     assert (partial.output_ids, partial.logprobs, partial.weight_versions) == ([3, 4, 5], [-1.0] * 3, [(0, 0)])
 
@@ -261,7 +175,8 @@ def test_after_a_failed_update_nothing_is_sampled_until_one_succeeds(
         server.pieces[-1]["meta_info"]["weight_versions"][0]["version"] = server.label
         return await engine.generate(REQUEST)
 
-    assert run(checkpoint, tmp_path, server, body).weight_versions == [(0, 3)]
+    bound_s = LONG_S if update else SHORT_S
+    assert run(checkpoint, tmp_path, server, body, update_timeout_s=bound_s).weight_versions == [(0, 3)]
 
 
 def test_tokens_that_arrive_during_an_update_are_not_certain(checkpoint: Path, tmp_path: Path) -> None:
@@ -280,7 +195,7 @@ def test_tokens_that_arrive_during_an_update_are_not_certain(checkpoint: Path, t
             await running
         assert caught.value.partial.output_ids == [3, 4]
 
-    run(checkpoint, tmp_path, server, body)
+    run(checkpoint, tmp_path, server, body, silence_timeout_s=2 * SHORT_S)
 
 
 def test_a_server_that_was_left_paused_is_let_go_on(checkpoint: Path, tmp_path: Path) -> None:
@@ -296,7 +211,7 @@ def test_a_server_that_was_left_paused_is_let_go_on(checkpoint: Path, tmp_path: 
 def test_a_server_that_is_not_there_is_named_in_time(checkpoint: Path, tmp_path: Path) -> None:
     async def body() -> None:
         (port,) = free_ports(1)
-        engine = make_engine(f"http://127.0.0.1:{port}", checkpoint, tmp_path)
+        engine = make_engine(f"http://127.0.0.1:{port}", checkpoint, tmp_path, start_timeout_s=0.4)
         with pytest.raises(ServerUnreachable, match=rf"127\.0\.0\.1:{port} was not ready within 0\.4 s"):
             await engine.start()
         await engine.close()

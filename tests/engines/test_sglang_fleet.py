@@ -3,10 +3,7 @@ or is drained."""
 
 import asyncio
 import signal
-import subprocess
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +20,8 @@ from engine_checkpoints import (
     save_tensors,
 )
 from expert_contract import chosen_by_transformers
-from sglang_server import PYTHON, RunningServer, ask, needs_sglang, sglang_config
+from sglang_server import RunningServer, imports, needs_sglang, routing, sglang_config
 
-from megasao.launch.ports import free_ports
 from megasao.rollout.engines.base import EngineError, GenerateRequest, GenerateResult, SamplingParams
 from megasao.rollout.engines.parts import joined, rest_of
 from megasao.rollout.engines.sglang import SGLangEngine
@@ -186,36 +182,9 @@ async def stopped_in_the_middle(fleet: Fleet, world: World) -> tuple[asyncio.Tas
     raise AssertionError("no request was stopped in time")
 
 
-def has_router() -> bool:
-    """Whether SGLang's environment has the package sglang-router."""
-    return (
-        PYTHON.exists() and subprocess.run([PYTHON, "-c", "import sglang_router"], capture_output=True).returncode == 0
-    )
-
-
-@contextmanager
-def routing(servers: list[RunningServer], log: Path) -> Iterator[str]:
-    """SGLang's router in front of the servers; its address."""
-    port, metrics = free_ports(2)
-    command = [str(PYTHON), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--worker-urls", *(server.url for server in servers), "--policy", "manual", "--assignment-mode"]
-    command += ["min_load", "--worker-startup-check-interval", "1", "--prometheus-port", str(metrics)]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file)
-    try:
-        deadline = time.monotonic() + 120
-        while ask(f"http://127.0.0.1:{port}", "/health") != 200:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.3)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait(30)
-
-
 @needs_sglang
 @pytest.mark.full
-@pytest.mark.skipif(not has_router(), reason="SGLang's environment has no sglang-router")
+@pytest.mark.skipif(not imports("sglang_router"), reason="SGLang's environment has no sglang-router")
 def test_a_router_may_choose_the_servers(world: World) -> None:
     """Episodes stay where it puts them; weights and health are still those of each server."""
     changed = perturb(load_tensors(world.checkpoint), 6)
@@ -247,7 +216,8 @@ def test_a_router_may_choose_the_servers(world: World) -> None:
         assert fleet.stats()["continued_requests"] > 0, "no request came to the stranger"
         return [*before, *after]
 
-    with routing(world.servers, world.directory / "router.log") as router:
+    workers = ["--worker-urls", *(server.url for server in world.servers), "--policy", "manual"]
+    with routing([*workers, "--assignment-mode", "min_load"], world.directory / "router.log") as router:
         found = world.run(body, router=router)
     assert all(result.weight_versions == [(0, 2)] for result in found)
     path = save_tensors(world.checkpoint, world.directory / "routed", changed)
@@ -307,6 +277,36 @@ def test_an_episode_outlives_its_server(world: World, how: str) -> None:
     assert (result.finish_reason, result.weight_versions) == ("length", [(0, 1)])
     assert result.output_ids == whole.output_ids, "with a seed an interruption changes nothing"
     check(world.checkpoint, result)
+
+
+@needs_sglang
+def test_an_episode_outlives_an_abort_that_its_worker_did_not_ask_for(world: World) -> None:
+    """Somebody ends all requests of the server; one that the worker gives up itself stays ended."""
+
+    async def body(fleet: Fleet) -> tuple[list[GenerateResult], GenerateResult]:
+        found = [await fleet.generate(make_request("whole"))]
+        while not fleet.stats()["continued_requests"]:  # on a busy machine a request may have ended before
+            running, server = await stopped_in_the_middle(fleet, world)
+            client = fleet._replicas[server.url].engine._client
+            assert client is not None
+            aborting = asyncio.create_task(client.call("/abort_request", {"rid": "", "abort_all": True}, 60.0))
+            await asyncio.sleep(0.1)
+            server.signal(signal.SIGCONT)
+            await aborting
+            found.append(await running)
+        while True:
+            given_up = make_request("given up")
+            running = asyncio.create_task(fleet.generate(given_up))
+            await until_generated(fleet, 5)
+            await fleet.abort(given_up.request_id)
+            if (result := await running).finish_reason == "abort":
+                return found, result
+
+    found, given_up = world.run(body)
+    for result in found:
+        assert (result.finish_reason, result.output_ids) == ("length", found[0].output_ids)
+        check(world.checkpoint, result)
+    assert given_up.output_ids == found[0].output_ids[: len(given_up.output_ids)] and len(given_up.output_ids) < LONG
 
 
 @needs_sglang
@@ -387,8 +387,9 @@ def idle_fleet(make: Callable[[str], SGLangEngine], checkpoint: Path, directory:
     return fleet
 
 
-def test_episodes_leave_a_server_that_holds_far_more_than_its_share(checkpoint: Path, tmp_path: Path) -> None:
-    """As when the others come back: at their next turns they go, until the rest is no more than 1.5 times its share."""
+@pytest.fixture
+def idle(checkpoint: Path, tmp_path: Path) -> Callable[[int], Fleet]:
+    """Makes a fleet of so many servers that was not started."""
 
     def make(url: str) -> SGLangEngine:
         return SGLangEngine(
@@ -402,16 +403,61 @@ def test_episodes_leave_a_server_that_holds_far_more_than_its_share(checkpoint: 
             update_timeout_s=1.0,
         )
 
+    return lambda count: idle_fleet(make, checkpoint, tmp_path, count)
+
+
+async def places(fleet: Fleet, names: Sequence[str]) -> list[str]:
+    return [(await fleet._place(name)).url for name in names]
+
+
+def test_a_server_that_would_hold_too_many_gets_no_new_episodes(
+    idle: Callable[[int], Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of these want the same one, and get it as long as it holds no more than 1.25 times its share."""
+    first, *others = (f"http://server-{index}" for index in range(4))
+    wanted = [
+        name
+        for name in (f"episode-{index}" for index in range(400))
+        if all(preference(name, first) > preference(name, other) for other in others)
+    ]
+    found = asyncio.run(places(idle(4), wanted))
+    assert len(wanted) > 60 and found.count(first) == pytest.approx(1.25 * len(wanted) / 4, abs=1)
+    assert min(found.count(other) for other in others) > 0.1 * len(wanted)
+    monkeypatch.setattr("megasao.rollout.fleet.OVERLOAD", 100.0)
+    assert set(asyncio.run(places(idle(4), wanted))) == {first}
+
+
+def test_episodes_of_a_server_that_died_spread_and_the_others_stay(idle: Callable[[int], Fleet]) -> None:
+    names = [f"episode-{index}" for index in range(120)]
+
+    async def body() -> tuple[list[str], list[str], list[str]]:
+        fleet = idle(3)
+        before = await places(fleet, names)
+        lost = fleet._replicas["http://server-0"]
+        lost.usable = False
+        after = await places(fleet, names)
+        lost.usable = True
+        return before, after, await places(fleet, names)
+
+    before, after, later = asyncio.run(body())
+    assert {one for one, two in zip(before, after, strict=True) if one != two} == {"http://server-0"}
+    assert set(after) == {"http://server-1", "http://server-2"} and set(later) == set(before)
+    moved = [two for one, two in zip(before, after, strict=True) if one == "http://server-0"]
+    assert min(moved.count(url) for url in set(after)) > len(moved) / 5
+
+
+def test_episodes_leave_a_server_that_holds_far_more_than_its_share(idle: Callable[[int], Fleet]) -> None:
+    """As when the others come back: at their next turns they go, until the rest is no more than 1.5 times its share."""
     names = [f"episode-{index}" for index in range(120)]
 
     async def body() -> tuple[list[str], list[str]]:
-        fleet = idle_fleet(make, checkpoint, tmp_path, 2)
+        fleet = idle(2)
         other = list(fleet._replicas.values())[1]
         other.usable = False
-        alone = [(await fleet._place(name)).url for name in names]
+        alone = await places(fleet, names)
         other.usable = True
-        first = [(await fleet._place(name)).url for name in names]
-        assert [(await fleet._place(name)).url for name in names] == first, "balanced enough: nobody moves again"
+        first = await places(fleet, names)
+        assert await places(fleet, names) == first, "balanced enough: nobody moves again"
         return alone, first
 
     alone, after = asyncio.run(body())

@@ -57,7 +57,7 @@ class Guessing(Environment):
         if action.number == 13:
             raise RuntimeError("bad luck")
         if action.number == 14:
-            time.sleep(2)
+            time.sleep(5)
         right = action.number == self.wanted
         return Answer(said="higher" if action.number < self.wanted else "lower", reward=float(right), done=right)
 

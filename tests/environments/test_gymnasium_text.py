@@ -21,7 +21,7 @@ LAKE = {
 }
 
 
-RELEASED = threading.Event()
+RELEASED, HANGING = threading.Event(), threading.Semaphore(0)
 
 
 class Parrot(gymnasium.Env):
@@ -41,7 +41,8 @@ class Parrot(gymnasium.Env):
         if action == "h":
             raise RuntimeError("the parrot flew away")
         if action == "g":
-            RELEASED.wait(60)
+            HANGING.release()
+            RELEASED.wait(250)
         return "no", float(action == self.word), action == self.word, False, {}
 
 
@@ -119,8 +120,10 @@ def test_environments_that_hang_lose_their_episodes_and_are_bounded():
 
     async def hang():
         episode = environment.start(environment.prompt("train", 0), 0)
+        step = asyncio.create_task(episode.step("<action>g</action>"))
+        assert await asyncio.to_thread(HANGING.acquire, timeout=60)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(episode.step("<action>g</action>"), 0.1)
+            await asyncio.wait_for(step, 0.1)
         await episode.close()
 
     for number in range(MOST_HUNG):

@@ -67,7 +67,17 @@ def test_references_come_out_of_what_is_published(tmp_path):
         ),
         ('{"problem": "x"}', "expected a list of objects"),
         ("[]", "no rows"),
-        ("[", "data.json: "),
+        ("[", "data.json cannot be read as .json: "),
+        ("", "data.json cannot be read as .json: "),
+        ("[" * 100_000, "nested too deeply"),
+        ("[1, 2]", "row 0: expected an object with columns, got int"),
+        ('[{"problem": ["x"], "answer": "1"}]', "row 0: column problem: expected text or a number, got list ['x']"),
+        ('[{"problem": "x", "answer": true}]', "row 0: column answer: expected text or a number, got bool True"),
+        ('[{"problem": "x", "answer": NaN}]', "row 0: column answer: expected text or a number, got float nan"),
+        ('[{"problem": "x", "answer": -Infinity}]', "row 0: column answer: expected text or a number, got float -inf"),
+        (f'[{{"problem": "x", "answer": 1{"0" * 5000}}}]', "data.json cannot be read as .json: Exceeds the limit"),
+        ('[{"problem": "x \\ud800", "answer": "1"}]', "row 0: column problem: half of a surrogate pair"),
+        ('[{"problem": "x", "answer": "1", "id": {"a": 1}}]', "row 0: column id: expected text or a number, got dict"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(tmp_path, text, message):
@@ -78,6 +88,34 @@ def test_rows_that_cannot_be_used_are_named(tmp_path, text, message):
     assert message in str(caught.value)
     with pytest.raises(ValueError, match=r"environment\.options\.data: "):
         tagged(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("data.jsonl", b'{"problem": "x", "answer": "1"}\n{oops\n', "data.jsonl cannot be read as .jsonl: line 2: "),
+        ("data.jsonl", b"\xff\xfe{}", "data.jsonl cannot be read as .jsonl: 'utf-8' codec"),
+        ("data.jsonl", b"", "no rows"),
+        ("data.csv", b"problem,answer\n1,2,3\n", "data.csv cannot be read as .csv: line 2: more values than columns"),
+        ("data.csv", b"problem,answer\n1\n", "row 0: no column with an answer"),
+        ("data.parquet", b"PAR1junk", "data.parquet cannot be read as .parquet: "),
+        ("data.parquet", b"", "data.parquet cannot be read as .parquet: "),
+        ("data.txt", b"x", "the ending '.txt' is none of"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=r"data\.") as caught:
+        load_problems(tmp_path / name)
+    assert message in str(caught.value)
+
+
+def test_marks_and_odd_line_breaks_are_text(tmp_path):
+    """A byte order mark at the beginning, and a line separator within a text, which is no end of a row."""
+    path = tmp_path / "data.jsonl"
+    path.write_text('\ufeff{"problem": "one\u2028two", "answer": 7.0}\r\n', encoding="utf-8")
+    [problem] = load_problems(path)
+    assert (problem.text, problem.reference) == ("one\u2028two", "7")
 
 
 def test_training_problems_come_in_a_new_order_each_epoch_and_splits_share_none(tmp_path):
@@ -113,7 +151,7 @@ def test_a_response_is_graded_and_one_without_an_answer_earns_nothing(tmp_path):
 
 
 def test_an_answer_that_cannot_be_graded_is_a_failure(tmp_path):
-    environment = tagged(write_data(tmp_path / "data.json"), answer="boxed", time_limit_s=0.3)
+    environment = tagged(write_data(tmp_path / "data.json"), answer="boxed", time_limit_s=0.02)
 
     async def body():
         try:
@@ -123,7 +161,7 @@ def test_an_answer_that_cannot_be_graded_is_a_failure(tmp_path):
         finally:
             await environment.close()
 
-    with pytest.raises(VerifierError, match=r"longer than 0\.3 s"):
+    with pytest.raises(VerifierError, match=r"longer than 0\.02 s"):
         asyncio.run(body())
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import subprocess
 import time
 import urllib.request
@@ -14,10 +13,11 @@ from megasao.config.rollout import EnvironmentConfig
 from megasao.environments.base import EnvironmentFailure
 from megasao.environments.openenv import OpenEnvEnvironment
 from megasao.environments.registry import make_environment
+from megasao.launch.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("MEGASAO_OPENENV_PYTHON", ROOT / ".venv-openenv" / "bin" / "python"))
-START_S = 60.0
+START_S = 120.0
 SESSIONS = 4
 needs_openenv = pytest.mark.skipif(not PYTHON.exists(), reason=f"no openenv-core: {PYTHON} is missing")
 
@@ -26,9 +26,7 @@ needs_openenv = pytest.mark.skipif(not PYTHON.exists(), reason=f"no openenv-core
 def server(tmp_path_factory):
     """Address of both environments."""
     directory = tmp_path_factory.mktemp("openenv")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     log = (directory / "log").open("w")
     command = [str(PYTHON), str(Path(__file__).with_name("openenv_server.py")), str(port), str(directory)]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
@@ -43,7 +41,7 @@ def server(tmp_path_factory):
             time.sleep(0.1)
     yield url
     process.terminate()
-    process.wait(10)
+    process.wait(60)
 
 
 def make(url, **options):
@@ -129,14 +127,14 @@ def test_more_sessions_than_the_server_allows_are_failures(server):
 
 @needs_openenv
 def test_what_the_schema_refuses_is_told_and_what_breaks_is_a_failure(server):
-    environment = guessing(server, timeout_s=1.0)
+    environment = guessing(server)
     refused, after = play(environment, [act("many"), act("4")])
     assert "valid integer" in said(refused) and refused.reward == 0.0 and refused.metrics["illegal_actions"] == 1.0
     assert after.metrics["actions"] == 1.0
     with pytest.raises(EnvironmentFailure, match="EXECUTION_ERROR: bad luck"):
         play(environment, [act("13")])
     with pytest.raises(EnvironmentFailure, match="TimeoutError"):
-        play(environment, [act("14")])
+        play(guessing(server, timeout_s=1.0), [act("14")])
 
 
 @needs_openenv

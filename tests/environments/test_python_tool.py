@@ -148,7 +148,7 @@ def block(code):
 
 @needs_sandbox
 def test_code_runs_in_the_sandbox_until_there_is_an_answer(tmp_path):
-    environment = make(tmp_path, sandbox="bubblewrap", tool_output=100, tool_time_s=3.0)
+    environment = make(tmp_path, sandbox="bubblewrap", tool_output=100, tool_time_s=200.0)
     reference = environment.prompt("train", 0).payload["reference"]
     prompt, found = play(
         environment,
@@ -157,7 +157,6 @@ def test_code_runs_in_the_sandbox_until_there_is_an_answer(tmp_path):
             block("print(open('kept').read())"),
             block("1 / 0"),
             block("print('x' * 1000)"),
-            block("while True: pass"),
             block("import socket; socket.create_connection(('127.0.0.1', 22), timeout=2)"),
             f"It is \\boxed{{{reference}}}.<|im_end|>",
         ],
@@ -166,10 +165,17 @@ def test_code_runs_in_the_sandbox_until_there_is_an_answer(tmp_path):
     said = [result.messages[0]["content"] if result.messages else "" for result in found]
     assert said[0] == f"```output\n{reference}\n```" and said[1] == "```output\n7\n```"
     assert "ZeroDivisionError" in said[2] and "900 characters left out" in said[3]
-    assert said[4] == "```output\nstopped: too much time\n```" and "Error" in said[5]
-    assert [result.metrics.get("tool_errors") for result in found] == [0.0, 0.0, 1.0, 0.0, 1.0, 1.0, None]
-    assert [result.done for result in found] == [False] * 6 + [True]
-    assert [result.reward for result in found] == [0.0] * 6 + [1.0]
+    assert "Error" in said[4]
+    assert [result.metrics.get("tool_errors") for result in found] == [0.0, 0.0, 1.0, 0.0, 1.0, None]
+    assert [result.done for result in found] == [False] * 5 + [True]
+    assert [result.reward for result in found] == [0.0] * 5 + [1.0]
+
+
+@needs_sandbox
+def test_code_that_does_not_end_is_stopped(tmp_path):
+    _, (stopped,) = play(make(tmp_path, sandbox="bubblewrap", tool_time_s=1.0), [block("while True: pass")])
+    assert stopped.messages[0]["content"] == "```output\nstopped: too much time\n```"
+    assert stopped.metrics["tool_errors"] == 1.0 and not stopped.done and stopped.reward == 0.0
 
 
 def test_a_turn_with_an_answer_ends_it_and_one_with_neither_too(tmp_path):

@@ -60,7 +60,7 @@ def oracle(prompt):
 
 @needs_sandbox
 def test_rewards_are_those_of_the_packages_verifiers_in_a_sandbox():
-    environment = make(sandbox="bubblewrap", memory_mb=1024)
+    environment = make(sandbox="bubblewrap", memory_mb=1024, time_limit_s=60.0)
     prompts = [environment.prompt("train", index) for index in range(8)]
     assert [prompt.task for prompt in prompts] == list(DATASETS) * 2
     right = [(prompt, f"<answer>{oracle(prompt)}</answer>") for prompt in prompts]
@@ -84,7 +84,7 @@ def test_an_answer_that_is_executed_by_a_verifier_does_not_leave_the_sandbox(tmp
         "sum(iter(int, 1))",
         "'x' * 10**11",
     ]
-    environment = make(datasets={"spiral_matrix": {}}, sandbox="bubblewrap", memory_mb=1024, time_limit_s=2.0)
+    environment = make(datasets={"spiral_matrix": {}}, sandbox="bubblewrap", memory_mb=1024, time_limit_s=4.0)
     prompt = environment.prompt("train", 0)
     found = grade(environment, [(prompt, f"<answer>[{attempt}]</answer>") for attempt in attempts])
     assert not canary.exists()
@@ -95,7 +95,7 @@ def test_an_answer_that_is_executed_by_a_verifier_does_not_leave_the_sandbox(tmp
 def test_without_a_sandbox_the_guard_still_keeps_it_inside_the_process(tmp_path):
     """And a control: the answer is really executed by the package, as the loop shows."""
     canary = tmp_path / "canary"
-    environment = make(datasets={"spiral_matrix": {}}, time_limit_s=2.0)
+    environment = make(datasets={"spiral_matrix": {}}, time_limit_s=4.0)
     prompt = environment.prompt("train", 0)
     touch, loop = f"__import__('pathlib').Path('{canary}').touch()", "sum(iter(int, 1))"
     found = grade(environment, [(prompt, f"<answer>[{text}]</answer>") for text in (touch, loop)])
@@ -163,6 +163,7 @@ def test_a_demonstrator_with_the_habit_repeats_the_last_number_so_often():
         ({"datasets": {"chain_sun": {}}}, r"datasets\.chain_sun: .*did you mean 'chain_sum'"),
         ({"datasets": {"chain_sum": {"no_such": 1}}}, r"datasets\.chain_sum: .*no_such"),
         ({"datasets": {"chain_sum": {"min_terms": 9, "max_terms": 2}}}, r"datasets\.chain_sum: "),
+        ({"datasets": {"chain_sum": 3}}, r"datasets\.chain_sum: expected a mapping of the data set's settings, got 3"),
         ({"datasets": {"chain_sum": {"seed": 1}}}, r"datasets\.chain_sum: seed and size"),
         ({"datasets": {"ransom_note": {}}}, r"datasets\.ransom_note: it makes other problems"),
         ({"datasets": "chain_sum"}, r"datasets: expected dict"),

@@ -38,7 +38,7 @@ except bubblewrap.SandboxUnavailable as error:
 sandboxed = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 TOOL = Path(__file__).parents[2] / "tools" / "check_swebench.py"
-LIMITS = {"time_s": 5.0, "test_time_s": 20.0, "memory_mb": 512, "processes": 64, "disk_mb": 32}
+LIMITS = {"time_s": 60.0, "test_time_s": 200.0, "memory_mb": 512, "processes": 64, "disk_mb": 32}
 
 
 @pytest.fixture(scope="module")

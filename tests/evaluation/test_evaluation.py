@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
@@ -17,7 +18,7 @@ from megasao.environments.rows import load_problems
 from megasao.environments.sandbox import bubblewrap
 from megasao.evaluation.command import choose, run_evaluation, subject
 from megasao.evaluation.evaluate import checkpoint_id
-from megasao.evaluation.records import Record, ResultDirectory
+from megasao.evaluation.records import SCHEMA, Record, ResultDirectory
 from megasao.evaluation.results import compare_results, load_results, results_table, summarize
 from tests.benchmark_rows import ROWS, write_rows
 from tests.chat_checkpoint import bigram_checkpoint
@@ -56,7 +57,7 @@ def place(tmp_path_factory):
 
 def small_site(place):
     """Where the instances of the sample rows run."""
-    small = {"time_s": 10.0, "test_time_s": 60.0, "memory_mb": 512, "processes": 64, "disk_mb": 32}
+    small = {"time_s": 60.0, "test_time_s": 200.0, "memory_mb": 512, "processes": 64, "disk_mb": 32}
     sandbox = "none" if bubblewrap._why_not() else "bubblewrap"
     return {"repositories": str(place / "data" / "repositories"), "sandbox": sandbox, **small}
 
@@ -237,6 +238,56 @@ def test_a_file_that_is_cut_off_is_named_and_can_be_removed(tmp_path):
     assert [record.problem_id for record in directory.read()] == ["p0", "p2", "p1"]
 
 
+def table_of(*columns):
+    """Records of one response whose columns are replaced by these: (name, type, value)."""
+    fields = {field.name: (field.type, None if field.nullable else 0) for field in SCHEMA}
+    fields |= {"problem_id": (pa.string(), "p")} | {name: (kind, value) for name, kind, value in columns}
+    return pa.table({name: pa.array([value], kind) for name, (kind, value) in fields.items()})
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ([("reward", pa.string(), "right")], r"its columns are problem_id: string, .*reward: string"),
+        ([("sample", pa.int64(), 1)], "sample: int64"),
+        ([], "sample 0 of problem 'p' is there already"),
+    ],
+)
+def test_rows_of_other_columns_and_rows_that_are_there_twice_are_refused(tmp_path, columns, message):
+    directory = ResultDirectory(tmp_path)
+    directory.append([Record("p", 0, 0, 0, reward=1.0)])
+    table = table_of(*columns)
+    schema = SCHEMA if not columns else table.schema
+    with pa.OSFile(str(tmp_path / "records-000001.arrow"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        writer.write_table(table.cast(schema))
+    with pytest.raises(UserError, match=r"records-000001\.arrow holds no records .*" + message):
+        directory.read()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "Expected `object`, got `array`"),
+        ("{", "truncated"),
+        ('{"benchmark": "gsm8k"}', "missing required field"),
+        ('{"benchmark": 3}', "Expected `str`, got `int`"),
+        ("\xff", "is no manifest"),
+    ],
+)
+def test_a_manifest_that_is_none_is_named(tmp_path, text, message):
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "manifest.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=r"gsm8k/manifest\.json is no manifest") as caught:
+        load_results(tmp_path)
+    assert message in str(caught.value) and "another --out" in str(caught.value)
+
+
+def test_a_place_that_cannot_be_written_is_named(place, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/gsm8k cannot be written: .*choose another --out"):
+        run(place, tmp_path / "file", "gsm8k")
+
+
 def test_a_runs_final_policy_is_measured_under_its_weight_version(place, tmp_path):
     directory = RunDirectory(tmp_path / "run")
     directory.create()
@@ -304,6 +355,19 @@ def test_the_table_in_the_docs_is_the_one_that_is_used():
         (["eval", LAPTOP, "--benchmarks", "gsm9k"], "did you mean 'gsm8k'"),
         (["eval", LAPTOP, "--benchmarks", "gsm8k", "--run", "absent"], "no final policy"),
         (["eval", LAPTOP, "--benchmarks", "gsm8k", "benchmarks.data=absent"], "does not exist"),
+        (
+            ["eval", LAPTOP, "--benchmarks", "gsm8k", "benchmarks.sources.gsm9k=x"],
+            "sources.gsm9k: no such benchmark (did",
+        ),
+        (["eval", LAPTOP, "--benchmarks", "gsm8k", "benchmarks.swebench.memory=1"], "swebench.memory: environment"),
+        (
+            ["check", LAPTOP, "benchmarks.sources.gsm9k=x"],
+            "'benchmarks.sources.gsm9k=x': benchmarks.sources.gsm9k: no such",
+        ),
+        (
+            ["check", LAPTOP, "benchmarks.swebench.memory=1"],
+            "benchmarks.swebench.memory: environment 'swebench' has no",
+        ),
     ],
 )
 def test_user_errors_of_the_command(arguments, message):

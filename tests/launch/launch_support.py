@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:

@@ -14,9 +14,9 @@ import pytest
 from megasao.config import Config
 from megasao.config.errors import UserError
 from megasao.config.load import load_config
-from megasao.config.rundir import Endpoints, RunDirectory
+from megasao.config.rundir import Endpoints, RunDirectory, server_ports
 from megasao.launch.ports import free_ports
-from megasao.launch.prepare import prepared_run
+from megasao.launch.prepare import new_endpoints, prepared_run
 from megasao.launch.roles import child_environment, megasao_command, rollout_role, trainer_roles
 
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
@@ -184,6 +184,22 @@ def test_free_ports_skip_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             free_ports(1)
 
 
+def test_nobody_gets_a_port_that_a_server_will_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of servers are free until they start, and those of the run are taken before."""
+    monkeypatch.setattr("megasao.launch.ports._LOWEST", 25_000)
+    monkeypatch.setattr("megasao.launch.ports._HIGHEST", 25_040)
+    monkeypatch.setattr("megasao.launch.ports._outgoing_range", lambda: (0, 0))
+    sglang = {"first_port": 25_010, "router": "http://127.0.0.1:30100", "servers": 2, "prefill_servers": 1}
+    changes = [f"rollout.sglang.{name}={value}" for name, value in sglang.items()]
+    made = config(tmp_path, "rollout.engine=sglang", *changes)
+    assert server_ports(made) == range(25_010, 25_014), "three servers, and where the one that prefills is met"
+    for _ in range(30):
+        endpoints = new_endpoints(made)
+        assert [int(url.rpartition(":")[2]) for url in endpoints.engines.values()] == [25_010, 25_011, 25_012]
+        own = [int(address.rpartition(":")[2]) for address in (endpoints.controller, endpoints.weights)]
+        assert not {*own, endpoints.torch_port} & {*range(25_010, 25_014)}
+
+
 def test_trainer_roles_form_a_world(tmp_path: Path) -> None:
     with prepared_run(config(tmp_path, "parallel.ranks=3"), resume=False) as run:
         wanted = load_config(run.config)
@@ -223,5 +239,5 @@ def test_endpoints_are_json_of_plain_data(tmp_path: Path) -> None:
 def test_a_file_of_the_users_directory_is_no_module_of_a_role(tmp_path: Path) -> None:
     (tmp_path / "numbers.py").write_text("raise SystemExit('imported the wrong file')")
     command = megasao_command(RunDirectory(tmp_path / "absent"))("controller", 0)
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert "is not a run directory" in result.stderr, result.stderr

@@ -24,9 +24,17 @@ STUBBORN = (
 class Stage:
     """A supervisor over scripts; ``actions`` run inside its ticks, each once its condition holds."""
 
-    def __init__(self, directory: Path, *, max_restarts: int = 3, stop_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        max_restarts: int = 3,
+        stop_timeout_s: float = WAIT_S,
+        straggler_timeout_s: float = WAIT_S,
+        hang_timeout_s: float = WAIT_S,
+    ) -> None:
         self.directory = directory
-        self.limits = Limits(max_restarts, stop_timeout_s, straggler_timeout_s=2.0, hang_timeout_s=2.0)
+        self.limits = Limits(max_restarts, stop_timeout_s, straggler_timeout_s, hang_timeout_s)
         self.signals = StopSignals()
         self.reports: list[str] = []
         self.actions: list[tuple[Callable[[], object], Callable[[], object]]] = []
@@ -112,7 +120,9 @@ def test_a_killed_service_is_restarted_alone(tmp_path: Path) -> None:
 def test_one_dead_rank_restarts_the_whole_world_with_fresh_roles(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     made: list[int] = []
-    dies_once = counting(tmp_path, "a", "sys.exit(0 if n > 1 else 7)")
+    other = str(tmp_path / "b.count")
+    both_run = f"while not (os.path.exists({other!r}) and open({other!r}).read()): time.sleep(0.02)\n"
+    dies_once = counting(tmp_path, "a", both_run + "sys.exit(0 if n > 1 else 7)")
     waits_once = counting(tmp_path, "b", "time.sleep(0 if n > 1 else 600)")
 
     def make_roles() -> list[Role]:
@@ -202,7 +212,7 @@ def test_roles_that_must_be_asked_are_asked_together(tmp_path: Path) -> None:
         pairs = (("a", "b"), ("b", "a"))
         command = [sys.executable, "-S", "-c"]
         return [
-            Role(mine, [*command, script(mine, other)], tmp_path / f"{mine}.log", ask_before_kill_s=2.0)
+            Role(mine, [*command, script(mine, other)], tmp_path / f"{mine}.log", ask_before_kill_s=WAIT_S)
             for mine, other in pairs
         ]
 
@@ -218,21 +228,24 @@ def test_roles_that_must_be_asked_are_asked_together(tmp_path: Path) -> None:
 def test_services_that_ended_on_purpose_are_not_restarted_but_come_back_with_a_dead_trainer(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     service = stage.unit("service", "pass")
-    main = stage.unit("main", counting(tmp_path, "main", "time.sleep(0.5); sys.exit(n == 1)"))
+    flag = tmp_path / "flag"
+    wait = f"while not os.path.exists({str(flag)!r}): time.sleep(0.02)\n"
+    main = stage.unit("main", counting(tmp_path, "main", wait + "sys.exit(n == 1)"))
+    stage.actions = [(lambda: service.finished, flag.touch)]
     assert stage.run(main, service) == "finished"
     assert service.restarts == 0
     assert stage.log("service-0").count("--- ") == 2  # once at first, once with the restarted trainer
 
 
 def test_a_rank_that_never_ends_is_noticed(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, max_restarts=0)
+    stage = Stage(tmp_path, max_restarts=0, straggler_timeout_s=2.0)
     with pytest.raises(RoleFailed, match="main-1: still running 2 s after another process of its world ended"):
         stage.run(stage.unit("main", "pass", FOREVER))
 
 
 def test_a_silent_service_is_restarted_and_one_that_beats_is_not(tmp_path: Path) -> None:
     """The first life of ``hung`` stops beating; ``busy`` beats on, and the main role waits for the second life."""
-    stage = Stage(tmp_path)
+    stage = Stage(tmp_path, stop_timeout_s=0.3, hang_timeout_s=5.0)
     beats = "import pathlib\nwhile True:\n    pathlib.Path({path!r}).touch(); time.sleep(0.1)\n    {leave}\n"
     roles = {}
     for name, leave in (("hung", "if n == 1: time.sleep(600)"), ("busy", "pass")):
@@ -246,7 +259,7 @@ def test_a_silent_service_is_restarted_and_one_that_beats_is_not(tmp_path: Path)
     assert stage.run(stage.unit("main", wait), *services) == "finished"
     assert stage.supervisor is not None
     assert stage.supervisor.restarts == {"hung": 1, "busy": 0, "main": 0}
-    assert any("hung: no sign of life for supervision.hang_timeout_s = 2 s" in report for report in stage.reports)
+    assert any("hung: no sign of life for supervision.hang_timeout_s = 5 s" in report for report in stage.reports)
 
 
 def test_services_that_do_not_end_are_ended_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +379,7 @@ def test_the_kernel_alone_kills_a_role_whose_launcher_died(tmp_path: Path) -> No
 def test_a_role_does_not_start_under_another_parent_than_its_launcher() -> None:
     child = Path(process_module.__file__).with_name("child.py")
     result = subprocess.run(
-        [sys.executable, "-I", "-S", str(child), "1", "echo", "started"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-I", "-S", str(child), "1", "echo", "started"], capture_output=True, text=True, timeout=400
     )
     assert result.returncode == 1
     assert "launcher died" in result.stderr

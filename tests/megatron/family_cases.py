@@ -7,13 +7,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import Tensor, distributed
 
 from megasao.config.training import TrainerConfig
-from megasao.megatron import context, runtime, sparse_attention
+from megasao.megatron import context, runtime, sparse_attention, step
 from megasao.megatron.bridge import export_hf
 from megasao.megatron.bridge.local import local_parameters
+from megasao.megatron.microbatch import MicroBatch
 from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.rows import Row
 from megasao.megatron.step import forward_backward, forward_only
@@ -24,20 +26,48 @@ Payload = dict[str, Any]
 
 
 def matrix(payload: Payload) -> Any:
-    """For every job (path, parallel, model): per-token outputs of each row, and what its export gets wrong."""
+    """For every job (path, parallel, model): what each row's tokens get, and what its export gets wrong.
+
+    Of each row: log-probabilities [T], and on the last stage of the pipeline logits [T, vocabulary].
+    """
     results = []
     for job in payload["jobs"]:
-        config = make_config(Path(job["path"]), job["parallel"], job.get("model"))
+        path = Path(job["path"])
+        config = make_config(path, job["parallel"], job.get("model"))
         runtime.set_layout(config.parallel, seed=1)
         try:
             with mistake(job.get("mistake")):
-                model = build_model("actor", Path(job["path"]), config)
+                model = build_model("actor", path, config)
                 rows = [Row.from_sequences(row, [1.0] * len(row)) for row in payload["rows"]]
-                outputs = [output.tolist() for output in forward_only(model, rows)]
-            results.append([outputs, export_differences(model, Path(job["path"]))])
+                with recorded_logits() as logits:
+                    outputs = [output.tolist() for output in forward_only(model, rows)]
+            results.append([outputs, [logits[index] for index in sorted(logits)], export_differences(model, path)])
         finally:
             runtime.clear_layout()
     return results
+
+
+@contextmanager
+def recorded_logits() -> Iterator[dict[int, list[list[float]]]]:
+    """By row: the logits [T, vocabulary] of the forward passes inside, where the pipeline ends."""
+    make_outputs, found = step._outputs, dict[int, list[list[float]]]()
+
+    def recorded(model: MegatronModel, batch: MicroBatch, raw: Tensor, entropy: bool = False) -> Tensor:
+        logits = whole_logits(model, batch, raw)
+        found[batch.index] = logits.tolist()
+        return make_outputs(model, batch, raw, entropy)
+
+    with patch.object(step, "_outputs", recorded):
+        yield found
+
+
+def whole_logits(model: MegatronModel, batch: MicroBatch, raw: Tensor) -> Tensor:
+    """[T, vocabulary] of a row, from hidden states [1, P / CP, hidden] and this rank's rows of the head."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    part = raw[0].float() @ model.output_weight.float().T
+    parts = [torch.empty_like(part) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(parts, part, group=group)
+    return batch.whole(torch.cat(parts, dim=1).T.contiguous())[: model.hf_config["vocab_size"]].T
 
 
 def export_differences(model: MegatronModel, path: Path) -> list[str]:
@@ -92,8 +122,6 @@ def rotate_halves(vectors: Tensor, positions: Tensor, base: float) -> Tensor:
 
 def own_alone(part: Tensor, order: Tensor) -> Tensor:
     """As ``gather_tokens``, with nothing in the places of other ranks' tokens."""
-    from megatron.core import parallel_state
-
     rank, ranks = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     parts = [part if other == rank else torch.zeros_like(part) for other in range(ranks)]
     return torch.cat(parts).index_select(0, order)
@@ -101,8 +129,6 @@ def own_alone(part: Tensor, order: Tensor) -> Tensor:
 
 def counted_through(cu_seqlens: Tensor) -> Tensor:
     """As ``own_positions``, from 0 up in each sequence's part."""
-    from megatron.core import parallel_state
-
     lengths = cu_seqlens.long().diff() // parallel_state.get_context_parallel_world_size()
     return torch.cat([torch.arange(length) for length in lengths.tolist()])
 

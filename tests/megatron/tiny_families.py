@@ -76,6 +76,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 SETTINGS["glm_moe_dsa"]["head_dim"] = 8
+SHORT_LATENT: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "index_topk_freq": 2,
+    "index_skip_topk_offset": 1,
+}
+"""Changes of glm_moe_dsa: four layers, the first dense, the first and the third with an indexer."""
 
 
 def write_tiny_family(directory: Path, family: str, *, seed: int = 0, mtp: bool = True, **changes: Any) -> Path:

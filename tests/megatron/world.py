@@ -13,7 +13,6 @@ import importlib
 import json
 import os
 import selectors
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,9 +23,11 @@ from typing import Any
 
 import psutil
 
+from megasao.launch.ports import free_ports
+
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 120.0
-COLLECTIVE_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
+COLLECTIVE_TIMEOUT_S = 300.0
 AFTER_FAILURE_S = 3.0
 MOST_THREADS = 400
 """A world whose ranks have more is not used again: gloo threads of models that something still holds poll for ever."""
@@ -36,7 +37,7 @@ class WorldFailure(AssertionError):
     """A rank raised, died or did not answer."""
 
 
-def run_world(size: int, function: str, payload: Any = None, *, timeout_s: float = 120.0) -> list[Any]:
+def run_world(size: int, function: str, payload: Any = None, *, timeout_s: float = 400.0) -> list[Any]:
     """Run ``module:function`` on every rank of a world of ``size`` processes; results by rank."""
     world = _worlds.get(size)
     if world is None or not world.alive():
@@ -61,7 +62,7 @@ class World:
         self._results: list[int] = []
         self._buffers = [b""] * size
         self._processes = []
-        port = _free_port()
+        (port,) = free_ports(1)
         for rank in range(size):
             reader, writer = os.pipe()
             environment = os.environ | {
@@ -170,12 +171,6 @@ _worlds: dict[int, World] = {}
 def _kill_all() -> None:
     for world in _worlds.values():
         world.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _worker(result_descriptor: int) -> None:

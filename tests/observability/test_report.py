@@ -289,7 +289,7 @@ def test_in_a_browser(text: str, run: RunDirectory, tmp_path: Path, width: int) 
     path.write_text(text.replace("</body>", PROBE), encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},900"]
     flags += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", "--dump-dom"]
-    done = subprocess.run([str(CHROMIUM), *flags, path.as_uri()], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([str(CHROMIUM), *flags, path.as_uri()], capture_output=True, text=True, timeout=400)
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     found = re.search(r'data-probe="([^"]*)"', done.stdout)
     assert found, done.stderr[-2000:]

@@ -219,7 +219,7 @@ def test_every_instruction_set_gives_the_same_to_rounding(tmp_path: Path) -> Non
             env={**os.environ, "MEGASAO_ISA": isa, "PYTHONPATH": str(Path(__file__).parents[2])},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
         )
         assert done.returncode == 0, done.stderr
         name, *numbers = done.stdout.split()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megasao.planning import Plan, make_plan
 from megasao.planning.memory import RoleMemory, stage_memory
 from megasao.planning.report import describe_plan
 from megasao.planning.schedule import most_kept
-from megasao.planning.tensors import model_tensors
+from megasao.planning.tensors import ModelTensor, model_tensors
 from megasao.weights.plan import weight_plan
 from tests.megatron.tiny import make_config
 from tests.megatron.tiny_families import write_tiny_family
@@ -34,8 +35,25 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def built_once() -> Iterator[None]:
+    """A model is built once for all plans that differ in its layout, rows or optimizer: GLM-5.2 alone takes seconds."""
+    found: dict[tuple[Role, str, str], list[ModelTensor]] = {}
+
+    def remembered(role: Role, hf_config: dict[str, Any], config: Config) -> list[ModelTensor]:
+        exclude: Any = {"parallel": True, "trainer": True, "environment": True, "megatron": {"optimizer"}}
+        key = (role, json.dumps(hf_config, sort_keys=True), config.model_dump_json(exclude=exclude))
+        if key not in found:
+            found[key] = model_tensors(role, hf_config, config)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megasao.planning.plan.model_tensors", remembered)
+        yield
+
+
 @pytest.fixture(scope="module")
-def glm() -> Plan:
+def glm(built_once: None) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         return make_plan(load_config(CONFIGS / "glm_5_2_750b.yaml"))

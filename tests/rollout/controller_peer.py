@@ -1,7 +1,6 @@
 """The controller's end of the wire as a test plays it: a real ROUTER, messages in the order they came."""
 
 import asyncio
-import socket
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +11,7 @@ from scripted_engine import ScriptedEngine
 
 from megasao.config import Config
 from megasao.config.lifesign import LifeSign
+from megasao.launch.ports import free_ports
 from megasao.rollout.episode import EpisodeRunner
 from megasao.rollout.link import ControllerLink
 from megasao.rollout.service import RolloutService
@@ -32,7 +32,7 @@ from megasao.transport.messages import (
 from megasao.weights.publisher import WeightPublisher
 from megasao.weights.receiver import WeightReceiver
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def config(**sections) -> Config:
@@ -67,9 +67,7 @@ def lease(name: str, **changes) -> Lease:
 
 def free_address() -> str:
     """A loopback address that nobody binds at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_ports(1)[0]}"
 
 
 class ControllerPeer:
@@ -137,9 +135,13 @@ class Bench:
 
     async def restart_controller(self):
         self.peer.close()
-        await asyncio.sleep(0.3)
-        self.peer = ControllerPeer(self.context, self.peer.address)
-        return self.peer
+        async with asyncio.timeout(WAIT_S):
+            while True:  # its address is free once ZeroMQ's own thread has closed the socket
+                try:
+                    self.peer = ControllerPeer(self.context, self.peer.address)
+                    return self.peer
+                except ValueError:
+                    await asyncio.sleep(0.05)
 
     async def stop(self):
         await self.peer.send(Stop("the test is over"))

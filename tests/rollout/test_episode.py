@@ -244,7 +244,8 @@ def test_a_timed_out_episode_leaves_nothing_in_the_engine(codec):
     runner = EpisodeRunner.build(environment, engine, codec, EnvironmentConfig())
 
     async def run():
-        async with asyncio.timeout(0.05):
+        async with asyncio.timeout(60) as limit:
+            engine.script = lambda request: limit.reschedule(0.0)  # the time is over once the engine is at work
             await runner.run(LEASE)
 
     with pytest.raises(TimeoutError):

@@ -52,7 +52,7 @@ class World:
                 "loop": {"steps": 10, "batch_size": 16},
                 "rollout": {"concurrency": 16, "embedded": {"slots": 16}},
                 "evaluation": {"problems": 20, "sampled": False},
-                "transport": {"heartbeat_s": 0.3, "dead_after_s": 3.0},
+                "transport": {"heartbeat_s": 0.3, "dead_after_s": 60.0},
             }
         )
         self.run = RunDirectory(root / "worker")
@@ -155,7 +155,7 @@ def test_batches_evaluations_kills_and_a_clean_stop(world):
 
 def test_a_worker_without_a_controller_fails_and_says_which(world):
     settings = world.config.model_dump()
-    settings["supervision"]["start_timeout_s"] = 1.0
+    settings["supervision"]["start_timeout_s"] = 4.0  # the weights come well within it
     world.run.config.write_text(dump_config(Config.model_validate(settings)))
     world.publisher.publish(0, world.tensors)
     world.start("rollout")

@@ -12,7 +12,7 @@ from megasao.environments.sandbox.run import Sandbox
 from megasao.environments.sandbox.workspace import pack, unpack
 from tests.container_images import containers
 
-LIMITS = SandboxLimits(time_s=20.0, memory_bytes=256 << 20, processes=40, workspace_bytes=1 << 20)
+LIMITS = SandboxLimits(time_s=200.0, memory_bytes=256 << 20, processes=40, workspace_bytes=1 << 20)
 
 
 def run(image, command, workspace=None, **limits):

@@ -11,12 +11,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 COMMANDS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "munged")
-START_S, STOP_S = 60.0, 30.0
+START_S, STOP_S = 120.0, 60.0
 GPUS = 2
 
 _CONF = """\
@@ -131,7 +132,8 @@ class Cluster:
         wait_until(lambda: self.idle() == len(self.nodes), START_S, lambda: self.call("sinfo", "-N"))
 
     def start_node(self, node: str) -> None:
-        """(Re)start a node's slurmd."""
+        """(Re)start a node's slurmd; what watched the steps of a killed one would wait for it for ever."""
+        self._end_watchers(node)
         self._start(node, ["slurmd", "-D", "-f", str(self.root / "slurm.conf"), "-N", node])
 
     def kill_node(self, node: str) -> None:
@@ -146,7 +148,7 @@ class Cluster:
     def call(self, *command: str, env: Mapping[str, str] | None = None, check: bool = True) -> str:
         """Output of a command of Slurm's."""
         environment = {**self.environment, **(env or {})}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -181,12 +183,21 @@ class Cluster:
             process.send_signal(signal.SIGTERM)
         for process in self._processes.values():
             try:
-                process.wait(10)
+                process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
         for left in self.processes():
             left.kill()
+        for node in self.nodes:
+            self._end_watchers(node)
+
+    def _end_watchers(self, node: str) -> None:
+        """SIGKILL of every slurmstepd of a node, which its open log names: it hides its environment."""
+        for process in psutil.process_iter(["name"]):
+            if process.info["name"] == "slurmstepd" and self.root / f"{node}.log" in _open_files(process.pid):
+                with suppress(psutil.Error):
+                    process.kill()
 
     def _start_munge(self) -> None:
         key = self.root / "munge.key"
@@ -216,6 +227,12 @@ def wait_until(condition: Callable[[], bool], seconds: float, explain: Callable[
     while not condition():
         assert time.monotonic() < deadline, explain()
         time.sleep(0.2)
+
+
+def _open_files(pid: int) -> set[Path]:
+    with suppress(OSError):
+        return {descriptor.readlink() for descriptor in Path(f"/proc/{pid}/fd").iterdir()}
+    return set()
 
 
 def _free_ports(count: int) -> list[int]:

@@ -26,11 +26,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def sparse_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GLM-5.2 with few numbers, which an SGLang server on a CPU serves up to its index_topk tokens."""
+    """GLM-5.2 with few numbers, whose indexers select all of an episode: an SGLang server on a CPU serves no more."""
     return jobs.write_sparse_model(tmp_path_factory.mktemp("glm-5-2"))
 
 
 @pytest.fixture(scope="session")
+def steady_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without near-ties of routers: there two runs would part whose numbers are to be compared."""
+    return jobs.write_steady_model(tmp_path_factory.mktemp("steady"))
+
+
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GLM with every part of the large ones, and few numbers."""
+    """GLM-5.2 with few numbers, whose indexers select a quarter of an episode."""
     return jobs.write_model(tmp_path_factory.mktemp("glm"))

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from megasao.config.rundir import RunDirectory
 from megasao.controller.state import parse_lease_id
@@ -21,7 +23,7 @@ from tests.megatron.tiny_families import write_tiny_family
 from tests.slurm.cluster import Cluster, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB_S = 150.0
+JOB_S = 240.0
 STEPS = 8
 MAX_TOKENS = 96
 SETTLE_S = 5.0
@@ -30,16 +32,27 @@ QUEUE_S = 15.0
 
 
 def write_model(directory: Path) -> Path:
-    """Experts, a shared one, biases, half-rotated heads; without multi-token prediction, which the engine has not."""
-    write_tiny_family(directory, "glm4_moe", mtp=False, num_nextn_predict_layers=0)
+    """GLM-5.2 with few numbers: latent attention on a quarter of an episode's keys, shared over layers; experts, dense
+    layers, and a layer of multi-token prediction, which is carried along."""
+    write_tiny_family(directory, "glm_moe_dsa", index_topk=MAX_TOKENS // 4)
     write_tokenizer(directory)
     return directory
 
 
 def write_sparse_model(directory: Path) -> Path:
-    """Latent attention that selects its keys, here all of an episode; experts as above."""
+    """The same without multi-token prediction, selecting all keys of an episode."""
     write_tiny_family(directory, "glm_moe_dsa", mtp=False, num_nextn_predict_layers=0, index_topk=MAX_TOKENS)
     write_tokenizer(directory)
+    return directory
+
+
+def write_steady_model(directory: Path) -> Path:
+    """The same, whose routers choose by their bias alone, an expert of either rank."""
+    write_sparse_model(directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("e_score_correction_bias")]:
+        tensors[name] = torch.tensor([20.0, 0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 18.0])
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
@@ -127,7 +140,7 @@ class Job:
 
     def wait_until_gone(self, except_on: str | None = None) -> None:
         """Nothing of the job is alive."""
-        wait_until(lambda: self.left_over(except_on) == [], 30, lambda: f"left: {self.left_over(except_on)}")
+        wait_until(lambda: self.left_over(except_on) == [], 120, lambda: f"left: {self.left_over(except_on)}")
 
     def processes(self) -> list[psutil.Process]:
         """What Slurm has started for this job, on any node, the launcher and its srun among them."""
@@ -207,7 +220,7 @@ def script(cluster: Cluster, site: Path, name: str, *words: str, cwd: Path = ROO
         env=_environment(cluster, site),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 

@@ -135,7 +135,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     done = []
     for mount in ("--ro-bind", "--bind"):
         command = ["bwrap", "--dev-bind", "/", "/", mount, str(run.path), str(run.path), *check]
-        done.append(subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60))
+        done.append(subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400))
     assert (done[0].returncode, done[1].returncode) == (2, 0), done
     assert "n7 cannot write into the run directory: " in done[0].stderr and "Read-only" in done[0].stderr
     assert done[1].stdout == "n7: as it should be\n"

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def whole(cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactory) -> jobs.Job:
+def whole(cluster: Cluster, steady_model: Path, tmp_path_factory: pytest.TempPathFactory) -> jobs.Job:
     """A job under way; the first test sees it to its end, and a later one compares with it."""
     directory = tmp_path_factory.mktemp("whole")
-    config = jobs.write_config(directory / "config.yaml", model)
+    config = jobs.write_config(directory / "config.yaml", steady_model)
     return jobs.submit(cluster, jobs.write_site(directory / "site.env"), config)
 
 
@@ -65,7 +65,7 @@ def check_strangers(job: jobs.Job) -> None:
     keys, own = load_keys(job.run.keys), CurveKeys.generate()
     address = job.run.read_endpoints().controller
     with ControllerClient(address, keys=keys, identity="friend") as friend:
-        answer, _ = friend.request(StatusRequest(), timeout_s=20)
+        answer, _ = friend.request(StatusRequest(), timeout_s=60)
         assert isinstance(answer, Status)
     for stranger in (None, own, dataclasses.replace(own, server_public=keys.server_public)):
         client = ControllerClient(address, keys=stranger, identity="stranger", resend_s=0.5)
@@ -74,13 +74,13 @@ def check_strangers(job: jobs.Job) -> None:
 
 
 def test_a_job_that_is_preempted_goes_on_and_ends_alike(
-    whole: jobs.Job, cluster: Cluster, model: Path, tmp_path: Path
+    whole: jobs.Job, cluster: Cluster, steady_model: Path, tmp_path: Path
 ) -> None:
     """The signal before the time limit, sent by hand; the whole job of before is what it must end like.
 
     This one runs on IPv6, where there is any.
     """
-    config = jobs.write_config(tmp_path / "config.yaml", model)
+    config = jobs.write_config(tmp_path / "config.yaml", steady_model)
     family = "ipv6" if Path("/proc/net/if_inet6").exists() else "ipv4"
     job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env", ADDRESS_FAMILY=family), config)
     job.wait_for_steps(2)
@@ -102,19 +102,19 @@ def test_a_job_that_is_preempted_goes_on_and_ends_alike(
 
     assert batches(job) == batches(whole)
     for ours, theirs in zip(job.steps, whole.steps, strict=True):
-        assert results(ours) == pytest.approx(results(theirs), rel=1e-3, abs=1e-5)
-    assert results(job.steps[-1]) != pytest.approx(results(whole.steps[-2]), rel=1e-3, abs=1e-5), "any step would do"
-    trained = distance(job.run.final_policy, model)
+        assert results(ours) == pytest.approx(results(theirs), rel=2e-3, abs=2e-4)
+    assert results(job.steps[-1]) != pytest.approx(results(whole.steps[-2]), rel=2e-3, abs=2e-4), "any step would do"
+    trained = distance(job.run.final_policy, steady_model)
     assert trained > 1e-4 and distance(job.run.final_policy, whole.run.final_policy) < 0.01 * trained
 
 
 @pytest.mark.full
 def test_a_separate_critic_on_its_own_node_ends_alike(
-    whole: jobs.Job, cluster: Cluster, model: Path, tmp_path: Path
+    whole: jobs.Job, cluster: Cluster, steady_model: Path, tmp_path: Path
 ) -> None:
     """Preempted on the way: its part of the checkpoint is loaded again, and the numbers are those of the whole job."""
     critic = {"placement": "separate", "parallel": {"ranks": 1}}
-    config = jobs.write_config(tmp_path / "config.yaml", model, critic=critic)
+    config = jobs.write_config(tmp_path / "config.yaml", steady_model, critic=critic)
     job = jobs.submit(cluster, jobs.write_site(tmp_path / "site.env"), config)
     job.wait_for_steps(2)
     assert job.task("critic").environ()["SLURM_STEP_NUM_TASKS"] == "1"
@@ -130,7 +130,7 @@ def test_a_separate_critic_on_its_own_node_ends_alike(
     for ours, theirs in zip(job.steps, whole.steps, strict=True):
         assert ours["critic/seconds"] > 0
         compared = {name: value for name, value in results(ours).items() if name != "critic/seconds"}
-        assert compared == pytest.approx(results(theirs), rel=1e-3, abs=1e-5)
+        assert compared == pytest.approx(results(theirs), rel=2e-3, abs=2e-4)
     job.wait_until_gone()
 
 
@@ -175,7 +175,7 @@ def test_a_dead_node_requeues_the_job_and_scancel_leaves_nothing(cluster: Cluste
     node = job.node("rollout")
     try:
         cluster.kill_node(node)
-        job.wait_for("PENDING", seconds=90)
+        job.wait_for("PENDING")
         job.start_again_now()
         job.wait_for("RUNNING")
         reached = len(job.steps)
@@ -192,4 +192,4 @@ def test_a_dead_node_requeues_the_job_and_scancel_leaves_nothing(cluster: Cluste
         for left in job.left_over():  # what Slurm cannot end on a node whose daemon is dead
             left.send_signal(signal.SIGKILL)
         cluster.start_node(node)
-    wait_until(lambda: cluster.idle() == len(cluster.nodes), 60, lambda: cluster.call("sinfo", "-N", "-l"))
+    wait_until(lambda: cluster.idle() == len(cluster.nodes), 120, lambda: cluster.call("sinfo", "-N", "-l"))

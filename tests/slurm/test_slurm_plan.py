@@ -321,4 +321,4 @@ def test_the_site_shows_in_the_arguments() -> None:
 
 def test_the_plan_needs_no_torch() -> None:
     code = "import sys\nfrom megasao.slurm import command, job, node\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=400)

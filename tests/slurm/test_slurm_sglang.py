@@ -125,7 +125,7 @@ def test_dead_nodes_of_a_server_and_of_a_trainer(cluster: Cluster, sparse_model:
             wait_for_steps_of_start(job, number)
             dead.append(job.node(role))
             cluster.kill_node(dead[-1])
-            job.wait_for("PENDING", seconds=90)
+            job.wait_for("PENDING")
             job.start_again_now()
         wait_for_steps_of_start(job, 3)
         assert not {*dead} & {*job.history[-1].nodes}, "a dead node was used again"
@@ -140,7 +140,7 @@ def test_dead_nodes_of_a_server_and_of_a_trainer(cluster: Cluster, sparse_model:
             left.send_signal(signal.SIGKILL)
         for node in dead:
             cluster.start_node(node)
-    wait_until(lambda: cluster.idle() == len(cluster.nodes), 60, lambda: cluster.call("sinfo", "-N", "-l"))
+    wait_until(lambda: cluster.idle() == len(cluster.nodes), 120, lambda: cluster.call("sinfo", "-N", "-l"))
 
 
 def wait_for_steps_of_start(job: jobs.Job, number: int) -> None:

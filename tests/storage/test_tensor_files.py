@@ -115,6 +115,7 @@ def test_damaged_files_are_refused_before_anything_is_read(tmp_path: Path) -> No
         "shape": (with_header({"shape": [99]}), "is damaged: a is said to be bytes"),
         "place": (with_header({"data_offsets": [4, 404]}), "is damaged: a is said to be bytes 4 to 404"),
         "field": (with_header({"data_offsets": None}), "its header is unreadable"),
+        "offset": (with_header({"data_offsets": [0]}), "its header is unreadable"),
     }
     for name, (content, message) in variants.items():
         file = tmp_path / name

@@ -69,11 +69,13 @@ class Killed(Trainer):
         raise InterruptedError
 
 
-def test_a_step_killed_in_its_checkpoint_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint may be complete already: then nobody writes the line again."""
+def killed_in_step_1(
+    monkeypatch: pytest.MonkeyPatch, asked: list[ManifestEntry], loaded: list[ManifestEntry]
+) -> tuple[Killed, list[tuple[int, dict[str, Any]]]]:
+    """The trainer and the lines of a step whose manifest names ``asked`` and whose payload is that of ``loaded``."""
     monkeypatch.setattr(loop, "sao_step", lambda *_, **__: StepResult({"critic/loss": 2.0}))
-    manifest = Manifest(1, [ManifestEntry("a", 5, 3, 0, 0, 1.0, False)], {})
-    source = SimpleNamespace(next_manifest=lambda *_: manifest, load=lambda *_: SimpleNamespace(tokens=5))
+    batch = SimpleNamespace(tokens=5, entries=tuple(loaded))
+    source = SimpleNamespace(next_manifest=lambda *_: Manifest(1, asked, {}), load=lambda *_: batch)
     lines: list[tuple[int, dict[str, Any]]] = []
     parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "client"))
     parts |= {
@@ -83,10 +85,25 @@ def test_a_step_killed_in_its_checkpoint_has_its_line(monkeypatch: pytest.Monkey
         "topology": SimpleNamespace(rank=0),
         "config": SimpleNamespace(observability=ObservabilityConfig(examples_every=10), warmup_steps=9),
     }
+    trainer = Killed(**parts, progress=Progress(step=1))
     with pytest.raises(InterruptedError):
-        Killed(**parts, progress=Progress(step=1)).train_step()
-    [(step, line)] = lines
+        trainer.train_step()
+    return trainer, lines
+
+
+def test_a_step_killed_in_its_checkpoint_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint may be complete already: then nobody writes the line again."""
+    entries = [ManifestEntry("a", 5, 3, 0, 0, 1.0, False)]
+    _, [(step, line)] = killed_in_step_1(monkeypatch, entries, entries)
     assert (step, line["reward/mean"], line["critic/loss"]) == (1, 1.0, 2.0)
+
+
+def test_a_line_is_about_what_was_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that lost payload is assembled again while it is fetched, of other trajectories and maybe fewer."""
+    asked = [ManifestEntry("lost", 5, 3, 0, 0, 1.0), ManifestEntry("kept", 5, 3, 0, 0, 0.0)]
+    trainer, [(_, line)] = killed_in_step_1(monkeypatch, asked, [asked[1]])
+    assert (line["reward/mean"], line["data/trajectories"]) == (0.0, 1.0)
+    assert trainer.progress.trained_trajectories == 1
 
 
 class Written:

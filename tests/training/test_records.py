@@ -19,7 +19,7 @@ from megasao.training.metrics import batch_metrics, throughput_metrics
 from megasao.training.sft import cross_entropy
 from megasao.training.step import StepResult
 from megasao.trajectories.schema import Trajectory
-from megasao.transport.messages import Manifest, ManifestEntry
+from megasao.transport.messages import ManifestEntry
 
 
 def entry(name: str, reward: float, oldest: int, newest: int, *, truncated: bool = False) -> ManifestEntry:
@@ -41,7 +41,7 @@ def test_a_line_says_what_the_manifest_holds() -> None:
         entry("c", 0.0, 6, 6),
         entry("d", 0.0, 5, 5),
     ]
-    line = batch_metrics(Manifest(7, entries, {"idle": 0.25}), version=5)
+    line = batch_metrics(entries, {"idle": 0.25}, version=5)
     assert line == {
         "reward/mean": 0.25,
         "reward/std": pytest.approx(math.sqrt(3) / 4),
@@ -58,7 +58,7 @@ def test_a_line_says_what_the_manifest_holds() -> None:
 
 def test_several_tasks_have_a_mean_reward_each() -> None:
     entries = [structs.replace(entry("a", 1.0, 3, 5), task="sums"), entry("b", 0.0, 5, 5), entry("c", 0.5, 6, 6)]
-    line = batch_metrics(Manifest(7, entries, {}), version=5)
+    line = batch_metrics(entries, {}, version=5)
     assert (line["reward/mean"], line["reward/mean/sums"], line[f"reward/mean/{entries[1].task}"]) == (0.5, 1.0, 0.25)
 
 

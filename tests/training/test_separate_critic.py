@@ -23,7 +23,7 @@ ROW_TOKENS = 128
 TP2 = {"ranks": 2, "tensor": 2, "sequence": True, "expert_tensor": 2}
 DP2 = {"ranks": 2, "distributed_optimizer": True, "overlap": True}
 ONE = {"ranks": 1}
-TIMEOUT_S = 120.0
+TIMEOUT_S = 400.0
 
 
 @pytest.fixture(scope="module")

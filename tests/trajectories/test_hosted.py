@@ -71,6 +71,34 @@ def test_a_bad_row_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     journal.close()
 
 
+def test_a_row_that_no_message_could_carry_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept, it would be asked for until the run fails."""
+    monkeypatch.setattr("megasao.trajectories.hosted.ROW_BYTES", 10_000)
+    journal = PayloadJournal(tmp_path)
+    large = replace(rows("large")[0], routed_experts=bytes(10_000))
+    with pytest.raises(ValueError, match=r"row 1: .* more than 10000"):
+        journal.keep(to_batch([*rows("a"), large]))
+    assert names(journal) == []
+    journal.keep(to_batch(rows("a", "b")))
+    assert names(journal) == ["a", "b"]
+    journal.close()
+
+
+def test_what_cannot_be_read_any_more_is_lacking(tmp_path: Path) -> None:
+    """As what is not there: its step is assembled again, where it would be asked for until the run fails."""
+    journal = PayloadJournal(tmp_path, segment_bytes=1)
+    for name in "abc":
+        journal.keep(to_batch(rows(name)))
+    first, second, _ = sorted(tmp_path.glob("*.arrow"))
+    first.unlink()
+    second.write_bytes(bytes(second.stat().st_size))
+    with pytest.raises(ValueError, match="no batch can be read"):
+        journal.fetch(["c", "b", "a"])
+    assert journal.take_lacking() == ["b", "a"]
+    assert from_batch(journal.fetch(["c"])) == rows("c") and journal.take_lacking() == []
+    journal.close()
+
+
 def test_it_is_read_while_it_is_written(tmp_path: Path) -> None:
     journal = PayloadJournal(tmp_path, segment_bytes=2000)
     wrong: list[str] = []

@@ -177,7 +177,7 @@ def test_multiple_of_below_one_is_refused() -> None:
 
 def test_packing_needs_no_torch() -> None:
     code = "import sys, megasao.trajectories.packing; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=400).returncode == 0
 
 
 def test_each_segment_is_a_sequence_of_its_own_in_the_same_row() -> None:

@@ -12,7 +12,7 @@ from transport_support import free_address, zmq_context
 from megasao.transport.endpoints import bind_router, connect_dealer, is_loopback
 from megasao.transport.keys import CurveKeys
 
-SOON_MS = 10_000
+SOON_MS = 60_000
 NEVER_MS = 400
 
 

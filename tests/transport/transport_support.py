@@ -1,16 +1,15 @@
 """What transport tests share."""
 
-import socket
 from contextlib import contextmanager
 
 import zmq
 
+from megasao.launch.ports import free_ports
+
 
 def free_address() -> str:
     """A loopback address that nobody is bound to."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_ports(1)[0]}"
 
 
 @contextmanager

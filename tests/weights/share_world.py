@@ -20,6 +20,8 @@ from megasao.weights.shared import ALIGNMENT, Piece, SharedWeights, ShareManifes
 
 SECRET = b"known to trainer and workers ..."
 SHARE_BUCKET = 1024
+SMALL_STEPS = 2**14
+"""Bytes that a wire passes on little by little; what is beyond them goes at full speed."""
 
 
 def large(seed: int) -> dict[str, torch.Tensor]:
@@ -65,7 +67,7 @@ def offer(server: ShareServer, rank: int, version: int, share: tuple[ShareManife
 class Distributed:
     """Versions go out from two ranks; as the trainer does it. ``through`` may put a wire before the ranks."""
 
-    def __init__(self, host: str = "127.0.0.1", timeout_s: float = 5.0) -> None:
+    def __init__(self, host: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
         self.servers = [ShareServer(host, SECRET, timeout_s=timeout_s) for _ in range(2)]
         self.through: Callable[[Share], Share] = lambda share: share
 
@@ -151,7 +153,7 @@ class Wire:
     def _answers(self, far: socket.socket, near: socket.socket) -> None:
         position = 0
         with suppress(OSError), far, near:
-            while data := bytearray(far.recv(512)):
+            while data := bytearray(far.recv(512 if position < SMALL_STEPS else 2**16)):
                 self._change(position, data)
                 position += len(data)
                 near.sendall(data)

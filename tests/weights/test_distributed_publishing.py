@@ -21,7 +21,7 @@ PARALLEL = {"ranks": 2, "tensor": 2, "sequence": True, "expert_tensor": 2}
 
 
 def test_an_engine_follows_two_ranks_over_a_restart_of_the_trainer(tmp_path: Path) -> None:
-    source = write_family(tmp_path / "hf", "qwen3_moe", "float32")
+    source = write_family(tmp_path / "hf", "glm_moe_dsa", "float32")
 
     async def life(address: str, version: int, out: Path, transport: str) -> None:
         out.mkdir()

@@ -68,7 +68,7 @@ def test_every_engine_gets_every_version_bit_for_bit(way: Way) -> None:
                     assert (result.engines, result.quarantined) == (["none", "one", "two-engines"], {})
                     assert all(sink.version == version and equal(sink.current, weights(version)) for sink in sinks[:3])
                     for receiver in (first, second, third):
-                        assert await receiver.wait_for_version(version, 5) == version
+                        assert await receiver.wait_for_version(version, 60) == version
                         assert receiver.latest()[0] == version and equal(receiver.latest()[1], weights(version))
                 assert sinks[0].log == [(call, version) for version in range(3) for call in ("prepare", "commit")]
 
@@ -83,7 +83,7 @@ def test_publishing_to_nobody_and_a_late_joiner_that_gets_the_newest(way: Way) -
             assert (await publish(sender, 7, 7, way)).engines == []
             async with receiving(address, sink) as receiver:
                 assert receiver.latest() is None
-                assert await receiver.wait_for_version(7, 10) == 7
+                assert await receiver.wait_for_version(7, 60) == 7
                 assert sink.log == [("prepare", 7), ("commit", 7)] and equal(sink.current, weights(7))
 
     asyncio.run(main())
@@ -97,7 +97,7 @@ def test_receiver_that_starts_before_the_publisher(way: Way) -> None:
                 await receiver.wait_for_version(0, 0.2)
             with publisher(address) as sender:
                 await publish(sender, 0, 0, way)
-                await receiver.wait_for_version(0, 10)
+                await receiver.wait_for_version(0, 60)
             assert equal(sink.current, weights(0))
 
     asyncio.run(main())
@@ -125,7 +125,7 @@ def test_damaged_bucket_quarantines_that_engine_and_the_others_commit() -> None:
                 assert "bucket 1 is damaged" in result.quarantined["bad"]
                 assert equal(good.current, weights(1))
                 # It comes back by itself, with the right bits.
-                await receiver.wait_for_version(1, 10)
+                await receiver.wait_for_version(1, 60)
                 assert receiver.quarantined is None and equal(bad.current, weights(1))
                 assert (await publish(sender, 2, 2)).engines == ["bad", "good"]
             wire.close()
@@ -155,7 +155,7 @@ def test_lost_messages_are_asked_for_again() -> None:
 
 
 def test_receiver_that_never_answers_delays_by_one_phase_at_most(way: Way) -> None:
-    config = FAST.model_copy(update={"weights_timeout_s": 0.5, "dead_after_s": 60.0})
+    config = FAST.model_copy(update={"weights_timeout_s": 2.0})
 
     async def main() -> None:
         address, sink = free_address(), RecordingSink()
@@ -168,14 +168,14 @@ def test_receiver_that_never_answers_delays_by_one_phase_at_most(way: Way) -> No
                 await connected(sender, 2)
                 result = await publish(sender, 1, 1, way)
                 assert result.engines == ["live"]
-                assert result.quarantined == {"silent": "was not ready within 0.5 s"}
+                assert result.quarantined == {"silent": "was not ready within 2 s"}
             silent.close(linger=0)
 
     asyncio.run(main())
 
 
 def test_receiver_that_falls_silent_is_forgotten(way: Way) -> None:
-    config = FAST.model_copy(update={"dead_after_s": 0.3})
+    config = FAST.model_copy(update={"dead_after_s": 1.5})
 
     async def main() -> None:
         address, sink = free_address(), RecordingSink()
@@ -185,7 +185,7 @@ def test_receiver_that_falls_silent_is_forgotten(way: Way) -> None:
             silent.connect(address)
             silent.send_multipart(encode(Hello(None, None, None)))
             await connected(sender, 1)
-            assert (await publish(sender, 1, 1, way)).quarantined == {"silent": "was silent for 0.3 s"}
+            assert (await publish(sender, 1, 1, way)).quarantined == {"silent": "was silent for 1.5 s"}
             await connected(sender, 0)
             async with receiving(address, sink, name="live"):
                 await connected(sender, 1)
@@ -221,7 +221,7 @@ class StubbornSink(RecordingSink):
 @pytest.mark.parametrize("call", ["prepare", "commit"])
 @pytest.mark.parametrize("trouble", ["fail", "refuse", "hang"])
 def test_engine_in_trouble_is_quarantined_by_name_and_heals(call: str, trouble: str, way: Way) -> None:
-    config = FAST.model_copy(update={"weights_timeout_s": 1.0})
+    config = FAST.model_copy(update={"weights_timeout_s": 2.0}) if trouble == "hang" else FAST
 
     async def main() -> None:
         address, good, bad = free_address(), RecordingSink(), StubbornSink(call, trouble)
@@ -236,7 +236,7 @@ def test_engine_in_trouble_is_quarantined_by_name_and_heals(call: str, trouble: 
                 await until(lambda: receiver.quarantined is not None, "the receiver knows of its quarantine")
                 assert bad.version is None and receiver.version is None and good.version == 1
                 bad.trouble = ""
-                await receiver.wait_for_version(1, 15)
+                await receiver.wait_for_version(1, 60)
                 assert receiver.quarantined is None and equal(bad.current, weights(1))
 
     asyncio.run(main())
@@ -281,7 +281,7 @@ def test_restarted_publisher_is_followed_to_a_lower_version(way: Way) -> None:
         async with receiving(address, sink) as receiver:
             with publisher(address) as sender:
                 await publish(sender, 40, 1, way)
-                await receiver.wait_for_version(40, 10)
+                await receiver.wait_for_version(40, 60)
             with publisher(address) as sender:
                 await publish(sender, 37, 2, way)
                 await until(lambda: receiver.version == 37, "version 37 of the second life")
@@ -321,11 +321,11 @@ def test_publisher_killed_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
         async with receiving(wire.address, sink) as receiver:
             await until(lambda: len(buckets) > 2, "a transfer half way", 60)
             os.kill(process.pid, signal.SIGKILL)
-            process.join(10)
+            process.join(60)
             assert sink.log == []
             with publisher(address) as sender:
                 await publish(sender, 5, 5)
-                await receiver.wait_for_version(5, 20)
+                await receiver.wait_for_version(5, 60)
                 assert equal(sink.current, weights(5)) and ("commit", 8) not in sink.log
         wire.close()
 
@@ -340,7 +340,7 @@ def test_restarted_receiver_takes_over_its_name_and_is_served_again(way: Way) ->
                 await connected(sender, 1)
                 await publish(sender, 1, 1, way)
             async with receiving(address, second) as receiver:
-                await receiver.wait_for_version(1, 10)
+                await receiver.wait_for_version(1, 60)
                 assert (await publish(sender, 2, 2, way)).engines == ["rollout-0"]
                 assert equal(second.current, weights(2)) and first.version == 1
 
@@ -364,11 +364,11 @@ def test_malformed_frames_are_refused_with_a_reason_and_the_publisher_goes_on() 
                 (good_fetch, "bucket 1000000 of version 1"),
             ):
                 stranger.send_multipart(frames)
-                assert stranger.poll(5000), reason
+                assert stranger.poll(60_000), reason
                 message, _ = decode(stranger.recv_multipart(), ToReceiver)
                 assert isinstance(message, Refused) and reason in message.reason
             async with receiving(address, sink, name="good") as receiver:
-                await receiver.wait_for_version(1, 10)
+                await receiver.wait_for_version(1, 60)
             stranger.close(linger=0)
             assert isinstance(decode(good_fetch, FromReceiver)[0], Fetch)
 
@@ -395,7 +395,7 @@ def test_malformed_messages_do_not_end_the_receiver() -> None:
             wire = TamperedWire(address, b"rollout-0", insert_garbage)
             async with receiving(wire.address, sink) as receiver:
                 await publish(sender, 1, 1)
-                await receiver.wait_for_version(1, 15)
+                await receiver.wait_for_version(1, 60)
                 assert receiver.malformed == 3 and equal(sink.current, weights(1))
             wire.close()
 
@@ -440,6 +440,6 @@ def test_engine_error_that_is_not_foreseen_ends_the_receiver() -> None:
             await publish(sender, 1, 1)
             receiver = WeightReceiver(address, Buggy(), identity=b"rollout-0", config=FAST)
             with pytest.raises(KeyError, match="bug"):
-                await asyncio.wait_for(receiver.run(), 20)
+                await asyncio.wait_for(receiver.run(), 60)
 
     asyncio.run(main())

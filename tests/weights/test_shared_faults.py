@@ -7,7 +7,7 @@ import signal
 import time
 
 from share_world import SECRET, Distributed, Wire, cut_in_two, large, offer
-from weight_world import FAST, RecordingSink, connected, equal, free_address, publisher, receiving, until, weights
+from weight_world import SHORT, RecordingSink, connected, equal, free_address, publisher, receiving, until, weights
 
 from megasao.weights.messages import Share
 from megasao.weights.publisher import WeightPublisher
@@ -47,7 +47,7 @@ def test_a_rank_killed_in_the_middle_of_a_bucket() -> None:
             with publisher(address) as sender:
                 await connected(sender, 1)
                 sender.publish_elsewhere(SharedWeights(8, [shares[0], wire.share], SECRET))
-                assert await asyncio.to_thread(wire.held.wait, 20)
+                assert await asyncio.to_thread(wire.held.wait, 60)
                 os.kill(processes[1].pid, signal.SIGKILL)
                 wire.close()
                 result = await asyncio.to_thread(sender.wait)
@@ -57,17 +57,17 @@ def test_a_rank_killed_in_the_middle_of_a_bucket() -> None:
             ranks = Distributed()
             with publisher(address) as sender:
                 await publish(ranks, sender, 5)
-                await receiver.wait_for_version(5, 20)
+                await receiver.wait_for_version(5, 60)
             assert equal(sink.current, weights(5)) and receiver.quarantined is None
             ranks.close()
         for process in processes:
-            process.join(10)
+            process.join(60)
 
     asyncio.run(main())
 
 
 def _one_engine(address: str) -> None:
-    asyncio.run(WeightReceiver(address, RecordingSink(), identity=b"doomed", config=FAST).run())
+    asyncio.run(WeightReceiver(address, RecordingSink(), identity=b"doomed", config=SHORT).run())
 
 
 def test_an_engine_killed_in_the_middle_of_a_bucket() -> None:
@@ -76,7 +76,7 @@ def test_an_engine_killed_in_the_middle_of_a_bucket() -> None:
     async def main() -> None:
         address, sink, again, ranks = free_address(), RecordingSink(), RecordingSink(), Distributed()
         wires: list[Wire] = []
-        with publisher(address) as sender:
+        with publisher(address, SHORT) as sender:
             doomed = _spawn.Process(target=_one_engine, args=(address,))
             doomed.start()
             await until(lambda: "doomed" in sender._seen, "the engine that will die", 60)
@@ -89,9 +89,9 @@ def test_an_engine_killed_in_the_middle_of_a_bucket() -> None:
 
             ranks.through = hold_first
             await asyncio.to_thread(ranks.send, sender, 1, large(1))
-            assert await asyncio.to_thread(wires[0].held.wait, 20)
+            assert await asyncio.to_thread(wires[0].held.wait, 60)
             os.kill(doomed.pid, signal.SIGKILL)
-            doomed.join(10)
+            doomed.join(60)
             wires[0].close()
             ranks.through = lambda share: share
             result = await asyncio.to_thread(sender.wait)
@@ -100,7 +100,7 @@ def test_an_engine_killed_in_the_middle_of_a_bucket() -> None:
                 await until(lambda: "healthy" in sender._seen and "doomed" not in sender._seen, "the living alone")
                 assert (await publish(ranks, sender, 2)).engines == ["healthy"]
                 async with receiving(address, again, name="doomed") as receiver:
-                    await receiver.wait_for_version(2, 20)
+                    await receiver.wait_for_version(2, 60)
                     assert equal(again.current, weights(2)) and again.log == [("prepare", 2), ("commit", 2)]
                     assert [call for call in sink.log if call[0] == "commit"] == [("commit", 2)], "it took no part"
         ranks.close()
@@ -133,7 +133,7 @@ def test_a_damaged_bucket_reaches_no_engine_and_is_fetched_again() -> None:
                 (reason,) = result.quarantined.values()
                 assert "rank 0 at 127.0.0.1" in reason and "is damaged" in reason
                 for receiver in (one, two):
-                    await receiver.wait_for_version(1, 20)
+                    await receiver.wait_for_version(1, 60)
                 assert all(equal(sink.current, weights(1)) for sink in sinks)
         for wire in wires:
             wire.close()
@@ -156,15 +156,15 @@ def test_a_receiver_stuck_in_a_bucket_is_left_behind_and_takes_the_next_version(
             wires.append(Wire(share, hold_at=HALF_WAY, only_first=True))
             return wires[-1].share
 
-        with publisher(address) as sender:
+        with publisher(address, SHORT) as sender:
             async with (
-                receiving(address, sinks["one"], name="one") as one,
-                receiving(address, sinks["two"], name="two") as two,
+                receiving(address, sinks["one"], name="one", config=SHORT) as one,
+                receiving(address, sinks["two"], name="two", config=SHORT) as two,
             ):
                 await connected(sender, 2)
                 ranks.through = hold_one_receiver
                 await asyncio.to_thread(ranks.send, sender, 1, large(1))
-                assert await asyncio.to_thread(wires[0].held.wait, 20)
+                assert await asyncio.to_thread(wires[0].held.wait, 60)
                 ranks.through = lambda share: share
                 first = await asyncio.to_thread(sender.wait)
                 (stuck,) = first.quarantined

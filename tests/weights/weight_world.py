@@ -1,7 +1,6 @@
 """Helpers of the live-weights tests: real sockets, a sink that records, and a wire that can be tampered with."""
 
 import asyncio
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -12,21 +11,23 @@ import torch
 import zmq
 
 from megasao.config.rollout import TransportConfig
+from megasao.launch.ports import free_ports
 from megasao.storage.header import TensorInfo
 from megasao.weights import directory
 from megasao.weights.directory import PublishedWeights, WeightDirectory
 from megasao.weights.publisher import WeightPublisher
 from megasao.weights.receiver import WeightReceiver
 
-FAST = TransportConfig(heartbeat_s=0.05, weights_timeout_s=5.0, dead_after_s=4.0)
+FAST = TransportConfig(heartbeat_s=0.05, weights_timeout_s=60.0, dead_after_s=60.0)
+"""Limits that no machine is slow enough to reach."""
+SHORT = FAST.model_copy(update={"weights_timeout_s": 5.0, "dead_after_s": 4.0})
+"""For tests in which one of the limits is what ends the wait."""
 BUCKET = 1000
 """Smaller than a tensor, and no multiple of anything: tensors span buckets."""
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_ports(1)[0]}"
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -130,7 +131,7 @@ def publisher(address: str, config: TransportConfig = FAST, **options: Any) -> W
     return WeightPublisher(address, config=config, bucket_bytes=BUCKET, **options)
 
 
-async def until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
+async def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
     """Wait, bounded."""
     try:
         async with asyncio.timeout(seconds):
@@ -177,7 +178,7 @@ class TamperedWire:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(10)
+        self._thread.join(60)
         self._near.close(linger=0)
         self._far.close(linger=0)
         self._context.term()

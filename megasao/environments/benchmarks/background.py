@@ -50,8 +50,21 @@ def benchmark_environment(config: Config, benchmark: Benchmark, pool: VerifierPo
     return MathEnvironment(options, {"train": [], "eval": problems}, pool)
 
 
+def check_settings(config: Config) -> None:
+    """ValueError for a source of no benchmark, and for options that swebench_verified does not have: asked for or not,
+    so that nothing in section benchmarks goes unread."""
+    known = list(BENCHMARKS)
+    for name in config.benchmarks.sources:
+        if name not in BENCHMARKS:
+            raise ValueError(
+                f"benchmarks.sources.{name}: no such benchmark{nearest(name, known)}; there are {', '.join(known)}"
+            )
+    _swebench_options(config)
+
+
 def background_benchmarks(config: Config) -> dict[str, BackgroundBenchmark]:
     """Those of ``evaluation.benchmarks``, by name. ValueError for an unknown name, or data that cannot be had."""
+    check_settings(config)
     pool = VerifierPool(GRADERS)
     found = {}
     for name in config.evaluation.benchmarks:

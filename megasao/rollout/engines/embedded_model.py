@@ -5,6 +5,7 @@ Everything here is called from the engine's one model thread, except ``stage``.
 Invariants, asserted by the tests:
 - the logits are those of the transformers model for each sequence alone, to fp32 rounding (checked at start too);
 - the loaded parameters equal the checkpoint's tensors under the names that weight updates use (checked at start);
+- layers of multi-token prediction, which a checkpoint may have and an update has not, are left out;
 - staged weights are invisible until they are committed.
 """
 
@@ -17,10 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from megasao.families import families
+from megasao.families.names import carried_names, optional_names
 from megasao.rollout.engines.checkpoint_names import CheckpointLayout
 from megasao.rollout.engines.routing_recorder import RoutingRecorder
 from megasao.rollout.engines.sampler import SampleRow, sample
@@ -142,14 +145,23 @@ def _load(path: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
             CheckpointLayout(skeleton).check(tensors)
         except ValueError as error:
             raise ValueError(f"{path} is not a complete Hugging Face checkpoint: {error}") from None
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation=ATTENTION_NAME,
-            experts_implementation="eager",
-            local_files_only=True,
-        )
+        verbosity = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()  # it would warn of the tensors that are left out
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=ATTENTION_NAME,
+                experts_implementation="eager",
+                local_files_only=True,
+            )
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+    if config.model_type == "glm_moe_dsa":
+        from megasao.rollout.engines.latent_slots import use_latent_slots
+
+        use_latent_slots(model, config.rms_norm_eps)
     return model.eval().requires_grad_(False)
 
 
@@ -166,6 +178,9 @@ def _check_loaded(layout: CheckpointLayout, tensors: Mapping[str, torch.Tensor],
 def _read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} is not a Hugging Face checkpoint: it has no config.json")
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    known = config.get("model_type") in families()
+    ignored = carried_names(config) | optional_names(config) if known else set()
     index = path / "model.safetensors.index.json"
     if index.is_file():
         files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -175,6 +190,9 @@ def _read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     for name in files:
         if not (path / name).is_file():
             raise ValueError(f"{path} is not a complete Hugging Face checkpoint: it has no {name}")
-        with safe_open(path / name, framework="pt") as file:
-            tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
+        try:
+            with safe_open(path / name, framework="pt") as file:
+                tensors.update({key: file.get_tensor(key) for key in file.keys() if key not in ignored})  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path / name} is damaged or cut off ({error}); write the checkpoint again") from error
     return tensors

@@ -3,7 +3,7 @@
 Every version of the weights has a label of its own at the server, and every answer says which labels its tokens came
 from. Invariants, asserted by the tests beside those of ``base.py``:
 - an answer from weights that were not current while its request ran (those of a server that was restarted, say) is an
-  error and no sample;
+  error and no sample; where another server computes the prompts, so is one whose server has other weights afterwards;
 - after an update that failed, whose weights may be mixed, nothing is sampled until one succeeds;
 - a request that is lost with its server keeps the tokens whose version is certain (``RequestLost``), unless it asks for
   their experts, which are lost;
@@ -105,6 +105,11 @@ class SGLangEngine(Engine):
         return self._version
 
     @property
+    def is_split(self) -> bool:
+        """Whether one server computes prompts and another one decodes, behind a router."""
+        return self._config.prefill_servers > 0
+
+    @property
     def label(self) -> str | None:
         """What the server calls its weights; None before it was asked."""
         return self._labels[self._current] if self._labels else None
@@ -127,6 +132,12 @@ class SGLangEngine(Engine):
         self._labels, self._current, self._version = [label], 0, version_of_label(label)
         self._refuses = "it has no weights yet" if self._fp8 and "." not in label else None
         self._keys.clear()
+
+    async def check_label(self) -> None:
+        """ServerUnreachable if the server does not have the weights that it is thought to have."""
+        info = await self._connected().call("/model_info", None, CALL_TIMEOUT_S)
+        if str(info["weight_version"]) != self.label:
+            raise ServerUnreachable(f"{self.url} has weights {info['weight_version']!r}, not {self.label!r}")
 
     # requests
 
@@ -182,7 +193,9 @@ class SGLangEngine(Engine):
         running.reading = asyncio.ensure_future(self._read(client, running))
         try:
             await running.reading
-            return running.result(self.url), running.is_cut
+            if self.is_split:
+                await asyncio.gather(*(engine.check_label() for engine in self.siblings()))
+            return running.result(self.url, is_split=self.is_split), running.is_cut
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling() or self._refuses is None:
@@ -446,12 +459,14 @@ class _Running:
         spans = [(0, version_of_label(self._labels[self._first]))] if count else []
         return GenerateResult(self._ids[:count], logprobs if asked else None, spans, "abort")
 
-    def result(self, url: str) -> GenerateResult:
+    def result(self, url: str, *, is_split: bool) -> GenerateResult:
         """The whole answer, checked. EngineError if it is not one."""
         meta = self._last.meta_info if self._last is not None else None
         if meta is None or meta.finish_reason is None:
             raise RequestLost(f"{url}/generate: the stream ended before the request did", self.certain())
         end, sampling = meta.finish_reason, self.request.sampling
+        if is_split and end.type == "abort" and (end.status_code or 0) >= 500:  # also where it was to be ended
+            raise RequestLost(f"{url}/generate: its keys and values did not arrive: {end.message}", self.certain())
         reason = _REASONS.get(end.type)
         if reason is None or isinstance(end.matched, str) or (end.status_code or 0) >= 400:
             raise EngineError(f"{url}/generate: ended by {end.type}: {end.message or end.matched}")

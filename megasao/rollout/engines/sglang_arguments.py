@@ -66,6 +66,9 @@ def server_arguments(
     defaults: dict[str, Any] = {"context_length": max_tokens + CONTEXT_SLACK, "log_level": "warning"}
     if runs_on_cpu(config):
         defaults |= _ON_CPU
+    if phase and runs_on_cpu(config):
+        # A step ahead waits for an event of an accelerator before it sends keys and values on.
+        defaults["disable_overlap_schedule"] = True
     if config.pause == "in_place":
         # A step that is computed ahead would be counted to the new weights though the old ones made it.
         defaults["disable_overlap_schedule"] = True

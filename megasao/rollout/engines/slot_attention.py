@@ -31,25 +31,44 @@ class StepRow:
 
 
 class SlotCache:
-    """Keys and values: per layer [slots, max_tokens, kv_heads, head_dim], allocated when the layer is first used."""
+    """What layers keep of every token: per layer and kind [slots, max_tokens, ...], allocated when first written."""
 
     def __init__(self, slots: int, max_tokens: int) -> None:
         self.slots, self.max_tokens = slots, max_tokens
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._kept: dict[tuple[int, str], torch.Tensor] = {}
 
-    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Storage of layer ``index`` for keys and values shaped like ``key``, ``value`` [N, kv_heads, head_dim]."""
-        if index not in self._layers:
-            shape = (self.slots, self.max_tokens)
-            self._layers[index] = (key.new_zeros(*shape, *key.shape[1:]), value.new_zeros(*shape, *value.shape[1:]))
-        return self._layers[index]
+    def write(self, layer: int, kind: str, new: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Put ``new`` [N, ...] at ``places`` [N], counted over all slots; everything that is kept of this kind.
+
+        ValueError if there is no memory for it."""
+        kept = self._kept.get((layer, kind))
+        if kept is None:
+            kept = self._kept[layer, kind] = self._room(new)
+        kept.view(-1, *new.shape[1:]).index_copy_(0, places, new)
+        return kept
+
+    def _room(self, new: torch.Tensor) -> torch.Tensor:
+        try:
+            return new.new_zeros(self.slots, self.max_tokens, *new.shape[1:])
+        except (RuntimeError, MemoryError) as error:
+            raise ValueError(
+                f"rollout.embedded.slots: what attention keeps of {self.slots} requests with up to {self.max_tokens} "
+                "tokens each does not fit into memory; use fewer slots, or fewer tokens"
+            ) from error
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:
         """Zero a slot. Needed after non-finite values only: weight 0 times NaN would leak out of a masked position."""
-        for key, value in self._layers.values():
-            key[slot].zero_()
-            value[slot].zero_()
+        for kept in self._kept.values():
+            kept[slot].zero_()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Which keys each query sees, bool [rows, 1, queries, keys]; None where the step has no such rows."""
+
+    decoding: torch.Tensor | None
+    prefill: torch.Tensor | None
 
 
 class StepBatch:
@@ -67,14 +86,15 @@ class StepBatch:
         self.places = row_slots.repeat_interleave(torch.tensor(lengths)) * cache.max_tokens + self.position_ids[0]
         self.last = torch.tensor(lengths).cumsum(0) - 1
         self._slots = row_slots
-        if self.decoding:
-            starts = [row.start for row in rows[: self.decoding]]
-            self._decode_length = max(starts) + 1
-            self._decode_mask = torch.arange(self._decode_length) <= torch.tensor(starts).view(-1, 1, 1, 1)
-        if self.decoding < len(rows):
-            self._plan_prefill(rows[self.decoding :])
+        decoding = self._plan_decoding(rows[: self.decoding]) if self.decoding else None
+        prefill = self._plan_prefill(rows[self.decoding :]) if self.decoding < len(rows) else None
+        self.earlier = Seen(decoding, prefill)
 
-    def _plan_prefill(self, rows: Sequence[StepRow]) -> None:
+    def _plan_decoding(self, rows: Sequence[StepRow]) -> torch.Tensor:
+        starts = [row.start for row in rows]
+        return torch.arange(max(starts) + 1) <= torch.tensor(starts).view(-1, 1, 1, 1)
+
+    def _plan_prefill(self, rows: Sequence[StepRow]) -> torch.Tensor:
         lengths = torch.tensor([len(row.tokens) for row in rows])
         starts = torch.tensor([row.start for row in rows])
         offsets = torch.arange(int(lengths.max()))
@@ -82,43 +102,65 @@ class StepBatch:
         first = lengths.cumsum(0) - lengths + self.decoding
         self._padded = torch.where(self._valid, first.unsqueeze(1) + offsets, 0)
         positions = torch.where(self._valid, starts.unsqueeze(1) + offsets, 0)
-        self._prefill_length = int((starts + lengths).max())
-        self._prefill_mask = torch.arange(self._prefill_length) <= positions[:, None, :, None]
+        return torch.arange(int((starts + lengths).max())) <= positions[:, None, :, None]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Store new keys and values, then attend. ``query`` [N, heads, d], ``key`` and ``value`` [N, kv_heads, d]."""
-        keys, values = self.cache.layer(layer, key, value)
-        keys.view(-1, *key.shape[1:]).index_copy_(0, self.places, key)
-        values.view(-1, *value.shape[1:]).index_copy_(0, self.places, value)
+        keys = self.cache.write(layer, "key", key, self.places)
+        values = self.cache.write(layer, "value", value, self.places)
+        return self.attend_to(query, keys, values, scale, self.earlier)
+
+    def attend_to(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, seen: Seen
+    ) -> torch.Tensor:
+        """``query`` [N, heads, d] on kept ``keys`` and ``values`` [slots, max_tokens, kv_heads, d] -> [N, heads, d]."""
         parts = []
-        if self.decoding:
-            parts.append(self._decode(query[: self.decoding], keys, values, scale))
-        if self.decoding < len(self._slots):
-            parts.append(self._prefill(query, keys, values, scale))
+        if seen.decoding is not None:
+            parts.append(self._decode(query[: self.decoding], keys, values, scale, seen.decoding))
+        if seen.prefill is not None:
+            parts.append(self._prefill(query, keys, values, scale, seen.prefill))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _decode(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    def of_decoding(self, kept: torch.Tensor) -> torch.Tensor:
+        """What is kept of the decoding rows' slots: [rows, keys, ...]."""
+        assert self.earlier.decoding is not None
+        return kept[:, : self.earlier.decoding.shape[-1]].index_select(0, self._slots[: self.decoding])
+
+    def of_prefill(self, kept: torch.Tensor) -> torch.Tensor:
+        """The same of the other rows' slots."""
+        assert self.earlier.prefill is not None
+        return kept[:, : self.earlier.prefill.shape[-1]].index_select(0, self._slots[self.decoding :])
+
+    def padded(self, new: torch.Tensor) -> torch.Tensor:
+        """The prefill rows of ``new`` [N, ...], padded to the longest: [rows, longest, ...]."""
+        return new[self._padded]
+
+    def _decode(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, seen: torch.Tensor
+    ) -> torch.Tensor:
         rows, heads, width = query.shape
-        key = keys[:, : self._decode_length].index_select(0, self._slots[:rows]).transpose(1, 2)
-        value = values[:, : self._decode_length].index_select(0, self._slots[:rows]).transpose(1, 2)
+        key, value = (self.of_decoding(kept).transpose(1, 2) for kept in (keys, values))
         grouped = query.reshape(rows, keys.shape[2], -1, width)
-        output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=self._decode_mask, scale=scale)
+        output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=seen, scale=scale)
         return output.reshape(rows, heads, -1)
 
-    def _prefill(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    def _prefill(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, seen: torch.Tensor
+    ) -> torch.Tensor:
         heads, width = query.shape[1:]
         rows, longest = self._padded.shape
         kv_heads = keys.shape[2]
-        slots = self._slots[self.decoding :]
-        key = keys[:, : self._prefill_length].index_select(0, slots).transpose(1, 2)
-        value = values[:, : self._prefill_length].index_select(0, slots).transpose(1, 2)
-        padded = query[self._padded].view(rows, longest, kv_heads, -1, width).permute(0, 2, 3, 1, 4)
+        key, value = (self.of_prefill(kept).transpose(1, 2) for kept in (keys, values))
+        padded = self.padded(query).view(rows, longest, kv_heads, -1, width).permute(0, 2, 3, 1, 4)
         group = padded.shape[2]
-        mask = self._prefill_mask.repeat(1, 1, group, 1)
         output = F.scaled_dot_product_attention(
-            padded.reshape(rows, kv_heads, group * longest, width), key, value, attn_mask=mask, scale=scale
+            padded.reshape(rows, kv_heads, group * longest, width),
+            key,
+            value,
+            attn_mask=seen.repeat(1, 1, group, 1),
+            scale=scale,
         )
         output = output.view(rows, kv_heads, group, longest, -1).permute(0, 3, 1, 2, 4)
         return output.reshape(rows, longest, heads, -1)[self._valid]

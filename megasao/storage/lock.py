@@ -1,4 +1,4 @@
-"""A directory that one process at a time may write.
+"""What one process at a time may do.
 
 Invariants: the lock goes with the process that holds it, however that ends; waiting for it is bounded.
 """
