@@ -15,7 +15,7 @@ from weight_world import equal, weights
 from megasao.weights.fetching import SharesDownload
 from megasao.weights.intake import Intake
 from megasao.weights.messages import AnnounceShares, Share
-from megasao.weights.serving import LENGTH, NONCE_BYTES, ShareServer, address_towards, proof
+from megasao.weights.serving import LENGTH, NONCE_BYTES, ShareServer, address_towards, bound, proof, receive_into
 from megasao.weights.shared import BufferPool, ShareTensors, bucket_sum, check_manifest
 
 
@@ -203,21 +203,29 @@ def test_a_proof_does_not_go_for_another_version_or_connection() -> None:
     server = ShareServer("127.0.0.1", SECRET, timeout_s=60)
     server.offer(1, b"manifest", memoryview(b"share"))
 
+    def read(connection: socket.socket, count: int) -> bytes:
+        found = bytearray(count)
+        receive_into(connection, memoryview(found))
+        return bytes(found)
+
     def answer(connection: socket.socket, version: int, proven: bytes) -> bytes:
         connection.sendall(LENGTH.pack(version) + proven)
-        return connection.recv(LENGTH.size, socket.MSG_WAITALL)
+        return read(connection, LENGTH.size)
 
     def connected() -> tuple[socket.socket, bytes]:
-        connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-        return connection, connection.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        bound(connection, 60)
+        return connection, read(connection, NONCE_BYTES)
 
     one, nonce = connected()
     right = proof(SECRET, nonce, LENGTH.pack(1))
     assert LENGTH.unpack(answer(one, 1, right)) == (len(b"manifest"),)
-    assert one.recv(len(b"manifestshare"), socket.MSG_WAITALL) == b"manifestshare"
-    assert answer(one, 2, right) == b""
+    assert read(one, len(b"manifestshare")) == b"manifestshare"
+    with pytest.raises(ConnectionError, match="ended"):
+        answer(one, 2, right)
     two, _ = connected()
-    assert answer(two, 1, right) == b""
+    with pytest.raises(ConnectionError, match="ended"):
+        answer(two, 1, right)
     one.close()
     two.close()
     server.close()
