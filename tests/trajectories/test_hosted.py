@@ -4,9 +4,11 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from megasao.trajectories.hosted import PayloadJournal
+from megasao.trajectories.ipc import join
 from megasao.trajectories.journal import Journal
 from megasao.trajectories.schema import Trajectory, from_batch, to_batch
 
@@ -47,6 +49,24 @@ def test_what_was_kept_comes_back_whole_and_in_order(tmp_path: Path) -> None:
         again.fetch(["a", "d"])
     assert again.take_lacking() == ["d"] and again.take_lacking() == []
     again.close()
+
+
+def test_of_a_batch_only_the_rows_that_are_asked_for_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of many large rows, put together, can be more than memory, or Arrow's 2 GiB of one column, hold."""
+    put_together: list[int] = []
+
+    def noting(batches: list[pa.RecordBatch], schema: pa.Schema) -> pa.RecordBatch:
+        put_together.extend(batch.num_rows for batch in batches)
+        return join(batches, schema)
+
+    monkeypatch.setattr("megasao.trajectories.store.join", noting)
+    journal = PayloadJournal(tmp_path)
+    for letter in "abc":
+        journal.keep(to_batch(rows(*(f"{letter}{number}" for number in range(5)))))
+    asked = ["c4", "a1", "b0", "a1", "c0"]
+    assert from_batch(journal.fetch(asked)) == rows(*asked)
+    assert sorted(put_together) == [1, 1, 2]
+    journal.close()
 
 
 def test_a_segment_goes_when_all_of_it_is_forgotten(tmp_path: Path) -> None:
