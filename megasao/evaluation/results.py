@@ -3,6 +3,7 @@
 Invariant: every number comes from the records, and says over how many problems and samples it is.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -105,7 +106,7 @@ def results_table(directories: Sequence[Path]) -> str:
     A directory is a result of ``megasao eval``, or a run: then the last evaluation of each benchmark in its background.
     UserError where there is neither.
     """
-    results = {directory.name: _percents(directory) for directory in directories}
+    results = {Path(os.path.abspath(directory)).name: _percents(directory) for directory in directories}
     if len(results) < len(directories):
         raise UserError("two of the directories have the same name, which the table is headed with")
     lines = ["| benchmark | " + " | ".join(results) + " |", "|---" * (len(results) + 1) + "|"]

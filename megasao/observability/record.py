@@ -71,14 +71,15 @@ def require_metrics(record: RunRecord) -> None:
 
 def read_evaluations(run: RunDirectory) -> list[Row]:
     """Finished evaluations by step, greedy before sampled, each id once (its last line)."""
-    rows = [row for row in read_rows(run.evaluations) if isinstance(row.get("step"), int) and row.get("mode")]
-    last = {row.get("evaluation_id", f"{row['step']}/{row['mode']}"): row for row in rows}
-    return sorted(last.values(), key=lambda row: (row["step"], str(row["mode"])))
+    rows = read_rows(run.evaluations)
+    rows = [row for row in rows if isinstance(row.get("step"), int) and isinstance(row.get("mode"), str)]
+    last = {str(row.get("evaluation_id", f"{row['step']}/{row['mode']}")): row for row in rows}
+    return sorted(last.values(), key=lambda row: (row["step"], row["mode"]))
 
 
 def by_mode(evaluations: list[Row], mode: str) -> list[Row]:
     """Evaluations of one mode with a known success."""
-    return [row for row in evaluations if row["mode"] == mode and row.get("success") is not None]
+    return [row for row in evaluations if row["mode"] == mode and finite(row.get("success")) is not None]
 
 
 def version_label(row: Row) -> str:

@@ -248,6 +248,25 @@ def test_runs_stand_in_the_table_with_the_last_evaluation_of_each_benchmark(plac
         results_table([write("none", ("greedy", 5, 1.0))])
 
 
+def test_the_table_passes_over_numbers_that_are_none_and_has_a_name_for_every_directory(tmp_path, monkeypatch):
+    run = RunDirectory(tmp_path / "one")
+    run.path.mkdir()
+    lines = [
+        {"mode": "gsm8k", "step": 1, "success": 0.5},
+        *({"mode": "gsm8k", "step": 2 + n, "success": odd} for n, odd in enumerate(["0.9", True, float("nan"), [1]])),
+        {"mode": ["gsm8k"], "step": 9, "success": 0.9},
+        {"mode": "math500", "step": 9, "success": 0.25, "evaluation_id": ["x"]},
+    ]
+    run.evaluations.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.chdir(run.path)
+    assert results_table([Path(".")]).splitlines() == [
+        "| benchmark | one |",
+        "|---|---|",
+        "| math500 | **25.0** |",
+        "| gsm8k | **50.0** |",
+    ]
+
+
 def test_a_file_that_is_cut_off_is_named_and_can_be_removed(tmp_path):
     directory = ResultDirectory(tmp_path)
     for number in range(3):
