@@ -353,6 +353,8 @@ def _refuse_before_launch(run: "RunDirectory") -> None:
 
 
 def _change_servers(run: "RunDirectory", config: "Config", add: int | None, remove: str | None) -> None:
+    from megasao.config.rundir import server_ports
+    from megasao.launch.ports import free_ports
     from megasao.rollout import registration
 
     try:
@@ -360,15 +362,20 @@ def _change_servers(run: "RunDirectory", config: "Config", add: int | None, remo
             registration.remove(run, config, remove)
         if add is None:
             return
-        name = registration.add(run, config, add)
+        [port] = free_ports(1, promised=server_ports(config) or ())
+        name = registration.add(run, config, add, port)
     except (ValueError, TimeoutError) as error:
         raise UserError(str(error)) from error
+    from megasao.rollout.server import ServerDied
     from megasao.rollout.server import run as run_server
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))  # its server must not outlive it
     typer.echo(f"{name} starts")
     try:
         run_server(run, config, name, added=True)
+    except ServerDied as died:
+        _complain(f"{name}: {died}")
+        raise typer.Exit(RUN_FAILED) from None
     finally:
         run.change_engines(lambda engines: registration.without(engines, name))
 

@@ -156,7 +156,7 @@ def waits(config: "Config") -> Iterator[Problem]:
 
 
 def payload(config: "Config") -> Iterator[Problem]:
-    """A batch whose payload is with a worker that restarts must be waited for."""
+    """A batch whose payload is with a worker that restarts is waited for, by all ranks together."""
     if config.buffer.payload == "controller":
         if config.buffer.payload_directory is not None:
             yield Problem("buffer.payload_directory", "has no meaning with buffer.payload = controller; take it out")
@@ -171,6 +171,14 @@ def payload(config: "Config") -> Iterator[Problem]:
             f"come back: transport.dead_after_s + supervision.start_timeout_s = {longest:g}; make the wait longer"
         )
         yield Problem("loop.batch_timeout_s", reason)
+    worlds, silence = (config.parallel, config.of_critic.parallel), config.transport.dead_after_s
+    bound = min((world.timeout_s for world in worlds if world.ranks > 1), default=float("inf"))
+    if bound <= silence:
+        reason = (
+            f"a rank asks a worker that died for {silence:g} s, while the others wait in a collective of at most "
+            f"parallel.timeout_s = {bound:g}; raise that bound"
+        )
+        yield Problem("transport.dead_after_s", reason)
 
 
 def weight_waits(config: "Config") -> Iterator[Problem]:

@@ -11,8 +11,7 @@ import time
 from msgspec import structs
 
 from megasao.config import Config
-from megasao.config.rundir import RunDirectory, server_ports, training_servers
-from megasao.launch.ports import free_ports
+from megasao.config.rundir import RunDirectory, training_servers
 from megasao.transport.client import RequestClient
 from megasao.transport.keys import keys_of
 from megasao.transport.messages import Refused, RemoveServer, ServerUp, ServerWanted, ToServer
@@ -84,8 +83,8 @@ def connect(run: RunDirectory, config: Config, identity: str) -> RegistrationCli
     return RegistrationClient(run.read_endpoints().controller, identity=identity, keys=keys)
 
 
-def add(run: RunDirectory, config: Config, worker: int) -> str:
-    """Record one more server of a worker, on this machine; its name. ValueError where that cannot work."""
+def add(run: RunDirectory, config: Config, worker: int, port: int) -> str:
+    """Record one more server of a worker, on this machine at ``port``; its name. ValueError where that cannot work."""
     if config.rollout.engine != "sglang" or config.slurm is not None:
         raise ValueError(
             "a server is added on this machine, to a run with rollout.engine = sglang and no section slurm; "
@@ -94,7 +93,6 @@ def add(run: RunDirectory, config: Config, worker: int) -> str:
     _refuse_behind_a_router(config)
     if worker >= config.rollout.workers:
         raise ValueError(f"the run has rollout.workers = {config.rollout.workers}, counted from 0; got {worker}")
-    [port] = free_ports(1, promised=server_ports(config) or ())
     address, made = f"http://127.0.0.1:{port}", ""
 
     def more(engines: dict[str, str]) -> dict[str, str]:

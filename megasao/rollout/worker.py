@@ -209,6 +209,8 @@ def payload_service(run: RunDirectory, config: Config, name: str, keys: CurveKey
     journal = PayloadJournal(run.payload(config, name), lock_wait_s=PAYLOAD_LOCK_WAIT_S)
     if journal.discarded_bytes:
         logger.warning("cut off %d bytes of a torn write at the end of the journal", journal.discarded_bytes)
+    for damage in journal.damage:
+        logger.error("payload is lost: %s", damage)
     return PayloadService(journal, own_host(run.read_endpoints().controller), keys=keys)
 
 

@@ -29,7 +29,7 @@ class PayloadJournal:
     """The journal of one rollout host; a ``TrajectoryStore``. Any thread may call it."""
 
     def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES, lock_wait_s: float = 0.0) -> None:
-        """Recovers what is there. ValueError: another process has it for ``lock_wait_s``, or it is damaged."""
+        """Recovers what can be read. ValueError: another process has it for ``lock_wait_s``."""
         directory.mkdir(parents=True, exist_ok=True)
         self._held = exclusive(directory / "lock", "rollout worker with this payload", wait_s=lock_wait_s)
         self._journal = Journal(directory, segment_bytes=segment_bytes)
@@ -39,7 +39,9 @@ class PayloadJournal:
         self._unwanted: set[str] = set()
         self._lacking: dict[str, None] = {}
         self._guard = threading.Lock()
-        for batch, location in self._journal.recover():
+        self.damage: list[str] = []
+        """What could not be read, in words; of its rows those that are asked for are lacking."""
+        for batch, location in self._journal.recover(self.damage.append):
             self._store.add(batch, location)
             self._remember(batch)
         self.discarded_bytes = self._journal.discarded_bytes

@@ -3,18 +3,19 @@
 Invariants:
 - after ``sync`` returns, every row appended before it survives a crash of the process or the machine;
 - recovery returns every synced row, in the order of appending, and cuts off a torn tail;
-- damage anywhere but in the tail of the newest segment is an error, never a silent loss.
+- damage anywhere but in the tail of the newest segment is an error, or told, never a silent loss.
 """
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from megasao.storage.atomic import sync
 from megasao.trajectories.columns import SCHEMA
 from megasao.trajectories.ipc import READ_ERRORS, check_buffers
 
@@ -36,6 +37,10 @@ class Location:
 
     segment: int
     offset: int
+
+
+class _Damaged(Exception):
+    """A segment cannot be read to its end, and a crash does not explain it."""
 
 
 class Journal:
@@ -62,12 +67,22 @@ class Journal:
         """Numbers of the segments on disk, oldest first."""
         return sorted(int(path.stem.removeprefix("segment-")) for path in self.directory.glob("segment-*.arrow"))
 
-    def recover(self) -> Iterator[tuple[pa.RecordBatch, Location]]:
-        """Every batch on disk, oldest first. Call once, before the first ``append``. ValueError where damaged."""
+    def recover(self, tell: Callable[[str], None] | None = None) -> Iterator[tuple[pa.RecordBatch, Location]]:
+        """Every batch on disk, oldest first. Call once, before the first ``append``.
+
+        ValueError where damaged; with ``tell``, that is told it, and the rest of the segment is left out.
+        """
         segments = self.segments()
         for segment in segments:
             self._current = segment
-            yield from self._recover_segment(segment, is_newest=segment == segments[-1])
+            try:
+                yield from self._recover_segment(segment, is_newest=segment == segments[-1])
+            except _Damaged as damage:
+                if tell is None:
+                    raise ValueError(
+                        f"{damage}: acknowledged trajectories would be lost; restore the file, or start a new run"
+                    ) from damage
+                tell(str(damage))
 
     def append(self, batch: pa.RecordBatch) -> Location:
         """Write ``batch`` (columns of SCHEMA). It is durable after the next ``sync``."""
@@ -112,7 +127,7 @@ class Journal:
         self._current = max([self._current, *self.segments()]) + 1
         self._file = self.path(self._current).open("xb", buffering=_WRITE_BUFFER)
         self._writer = pa.ipc.new_stream(self._file, SCHEMA)
-        sync_directory(self.directory)
+        sync(self.directory)
 
     def _recover_segment(self, segment: int, *, is_newest: bool) -> Iterator[tuple[pa.RecordBatch, Location]]:
         path = self.path(segment)
@@ -135,9 +150,8 @@ class Journal:
         except READ_ERRORS as error:
             damage = str(error)
         if not is_newest or _whole_batch_after(path, good):
-            raise ValueError(
-                f"{path} is damaged after byte {good} of {size} ({damage}), and that is not the end of the journal: "
-                "acknowledged trajectories would be lost; restore the file, or start a new run"
+            raise _Damaged(
+                f"{path} is damaged after byte {good} of {size} ({damage}), and that is not the end of the journal"
             )
         self._cut_tail(path, good, size)
 
@@ -181,15 +195,6 @@ def _whole_batch_after(path: Path, damaged: int) -> bool:
             pass
         position = data.find(_MARKER, position + 1)
     return False
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in ``directory`` durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_checked(reader: Any) -> pa.RecordBatch:

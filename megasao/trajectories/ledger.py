@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from megasao.storage.atomic import sync
 from megasao.trajectories.buffer import Summary
-from megasao.trajectories.journal import sync_directory
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
@@ -109,7 +109,7 @@ class Ledger:
         if good < len(data):
             file.truncate(good)
         os.fsync(file.fileno())
-        sync_directory(path.parent)
+        sync(path.parent)
         return cls(path, records, file)
 
     def append(self, records: list[Record]) -> None:

@@ -2,7 +2,8 @@
 ``hosted.PayloadJournal`` that of a rollout host.
 
 Invariants:
-- ``fetch`` gives the rows in the order asked for, exactly as they were journaled;
+- ``fetch`` gives the rows in the order asked for, exactly as they were journaled; of what was journaled with them it
+  holds one batch at a time;
 - a segment is deleted only when every row in it may be forgotten.
 """
 
@@ -56,17 +57,17 @@ class JournalStore:
         if missing:
             raise ValueError(f"{len(missing)} trajectories are not in the journal, first {missing[0]!r}")
         places = [self._places[name] for name in trajectory_ids]
-        batches: list[pa.RecordBatch] = []
-        first_row: dict[Location, int] = {}
-        rows = 0
-        for location, _ in places:
-            if location not in first_row:
-                batch = read_batch(self._journal.path(location.segment), location.offset)
-                first_row[location] = rows
-                rows += batch.num_rows
-                batches.append(batch)
-        together = join(batches, SCHEMA)
-        return select_rows(together, [first_row[location] + row for location, row in places])
+        wanted: dict[Location, list[int]] = {}
+        for location, row in dict.fromkeys(places):
+            wanted.setdefault(location, []).append(row)
+        parts = [select_rows(self._read(location), rows) for location, rows in wanted.items()]
+        found = [(location, row) for location, rows in wanted.items() for row in rows]
+        together = join(parts, SCHEMA)
+        order = {place: number for number, place in enumerate(found)}
+        return together if found == places else select_rows(together, [order[place] for place in places])
+
+    def _read(self, location: Location) -> pa.RecordBatch:
+        return read_batch(self._journal.path(location.segment), location.offset)
 
     def forget(self, may_forget: Callable[[str], bool]) -> list[str]:
         """Delete closed segments whose every trajectory may be forgotten; returns the ids that are gone."""

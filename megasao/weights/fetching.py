@@ -1,6 +1,6 @@
 """A receiver takes the shares of all ranks, several beside one another, and compares every bucket as it arrives.
 
-It asks again over the connections of the version before, where the ranks have not closed them.
+A small version is asked for over the connections of the one before, where the ranks have not closed them.
 
 Invariants, asserted by the tests:
 - nothing is handed on before every bucket of every share is here and intact;
@@ -30,7 +30,8 @@ from megasao.weights.shared import ShareManifest, ShareTensors, bucket_sum, chec
 MOST_MANIFEST_BYTES = 2**28
 
 SMALL_BYTES = 32 * 2**20
-"""Versions of so many bytes are read by one thread."""
+"""Versions of so many bytes are read by one thread, over connections that are kept. For larger ones a connection costs
+nothing, and a fresh one, with its small window, moves them faster."""
 
 
 class SharesDownload:
@@ -98,6 +99,7 @@ class _Fetching:
         self._found: list[
             tuple[ShareManifest, np.ndarray]
         ] = []  # not in futures, which would keep the memory for a while
+        self._small = sum(share.total_bytes for share in announce.shares) <= SMALL_BYTES
         self._lock = threading.Lock()
         self._stopped = False
 
@@ -105,10 +107,10 @@ class _Fetching:
         """Fetch all shares. ValueError if one is damaged or cannot be had."""
         shares = self._announce.shares
         self._intake.keep_only((share.host, share.port) for share in shares)
-        if sum(share.total_bytes for share in shares) <= SMALL_BYTES:
+        if self._small:
             self._run_in_turn(shares)
             return
-        fetched = [self._intake.threads.submit(self._ask_and_fetch, share) for share in shares]
+        fetched = [self._intake.threads.submit(self._fetch, share, None) for share in shares]
         done, left = wait(fetched, return_when=FIRST_EXCEPTION)
         failures = [error for one in done if (error := one.exception()) is not None]
         if failures:
@@ -142,9 +144,6 @@ class _Fetching:
                 with suppress(OSError):  # one that is not connected yet ends by its bound
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def _ask_and_fetch(self, share: Share) -> None:
-        self._fetch(share, self._hurry(share))
-
     def _fetch(self, share: Share, asked: Link | None) -> None:
         """Take a share; ``asked`` is a kept connection over which we have asked for it."""
         try:
@@ -154,6 +153,9 @@ class _Fetching:
             except BaseException:
                 self._close(link.connection)
                 raise
+            if not self._small:
+                self._close(link.connection)
+                return
             with self._lock:
                 self._open.discard(link.connection)
             self._intake.keep(link)

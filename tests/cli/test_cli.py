@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megasao.config.load import dump_config, load_config
+from megasao.launch.prepare import prepared_run
 from tests.checkpoints import write_checkpoint
 
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
@@ -238,6 +240,17 @@ def test_servers_of_a_run_that_was_never_launched(tmp_path: Path, change: list[s
     result = megasao("engine", "--run", tmp_path, *change)
     assert result.returncode == 2 and "was never launched" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_an_added_server_that_dies_says_so_and_is_no_server_of_the_run(tmp_path: Path) -> None:
+    changes = ["rollout.engine=sglang", f"rollout.sglang.python={shutil.which('false')}", "sft=null"]
+    config = load_config(LAPTOP, [f"run.directory={tmp_path}", model(tmp_path / "model"), *changes])
+    with prepared_run(config, resume=False) as run:
+        before = run.read_endpoints()
+        result = megasao("engine", "--run", run.path, "--add", "0")
+        assert result.returncode == 1 and "engine-0-1: the SGLang server ended with code 1" in result.stderr
+        assert "Traceback" not in result.stderr
+        assert run.read_endpoints() == before
 
 
 def test_help_lists_every_command() -> None:

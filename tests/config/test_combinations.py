@@ -185,6 +185,12 @@ CASES = [
         "may still come back",
     ),
     (
+        ["buffer.payload=rollout", "transport.dead_after_s=100", "parallel.timeout_s=100", "parallel.ranks=2"],
+        ["buffer.payload=rollout", "transport.dead_after_s=100", "parallel.timeout_s=101", "parallel.ranks=2"],
+        "transport.dead_after_s",
+        "raise that bound",
+    ),
+    (
         ["buffer.payload_directory=/disk"],
         ["buffer.payload_directory=/disk", "buffer.payload=rollout"],
         "buffer.payload_directory",

@@ -372,4 +372,4 @@ def test_a_controller_whose_run_was_taken_over_ends(run):
     with pytest.raises(TakenOver, match=f"this one, at {endpoints.controller}, ends"):
         server.run()
     threading.Timer(0.5, server.close).start()
-    Opened(run, lock_wait_s=30.0).close()
+    Opened(run, lock_wait_s=120.0).close()

@@ -93,7 +93,7 @@ def test_a_server_registers_joins_and_leaves_over_the_wire(run, config):
         members = [Registration(run, config, name) for name in NAMES]
         assert not any(member.is_over() for member in members)
         assert (heard(worker).servers, heard(worker).leaving) == (list(URLS), [])
-        added = registration.add(run, config, 0)
+        added = registration.add(run, config, 0, port=3)
         assert added == "engine-0-2" and training_servers(run.read_endpoints(), 0) == [*NAMES, added]
         newcomer = Registration(run, config, added, added=True)
         assert not newcomer.is_over()
@@ -134,16 +134,17 @@ def test_a_worker_waits_for_servers_that_somebody_starts_again(run, config):
 def test_what_cannot_be_added_or_removed_is_refused(run, config):
     with serving(run, config):
         with pytest.raises(ValueError, match=r"rollout\.workers = 1, counted from 0; got 3"):
-            registration.add(run, config, 3)
+            registration.add(run, config, 3, port=3)
         with pytest.raises(ValueError, match="no SGLang server 'engine-9-9' has registered; registered are none"):
             registration.remove(run, config, "engine-9-9")
     options = config.rollout.sglang.model_copy(update={"router": "http://127.0.0.1:1"})
     routed = config.model_copy(update={"rollout": config.rollout.model_copy(update={"sglang": options})})
-    for change, what in ((registration.add, 0), (registration.remove, NAMES[0])):
-        with pytest.raises(ValueError, match=r"rollout\.sglang\.router chooses"):
-            change(run, routed, what)
+    with pytest.raises(ValueError, match=r"rollout\.sglang\.router chooses"):
+        registration.add(run, routed, 0, port=3)
+    with pytest.raises(ValueError, match=r"rollout\.sglang\.router chooses"):
+        registration.remove(run, routed, NAMES[0])
     with pytest.raises(ValueError, match=r"rollout\.engine = embedded"):
-        registration.add(run, make_config(), 0)
+        registration.add(run, make_config(), 0, port=3)
 
 
 def test_two_processes_do_not_change_the_servers_at_once(run, monkeypatch):

@@ -17,7 +17,7 @@ from engine_checkpoints import latent_config, make_checkpoint  # noqa: E402
 from expert_contract import *  # noqa: E402, F403
 
 
-@pytest.fixture(scope="module", params=["keep", "recompute"])
+@pytest.fixture(scope="module", params=["keep", pytest.param("recompute", marks=pytest.mark.full)])
 def harness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedHarness]:
     path: Path = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), latent_config(index_topk=128))
     harness = EmbeddedHarness(path, kv_after_update=request.param)

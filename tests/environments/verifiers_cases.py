@@ -33,7 +33,7 @@ class SumTask(vf.Task[SumData]):
     async def right(self, task: SumData, trace: vf.Trace{runtime}) -> float:
         said = (trace.assistant_messages[-1].content or "").strip()
         if said == "hang":
-            RELEASED.wait(60)
+            RELEASED.wait(250)
         return float(int(said) == task.answer)
 
     @vf.reward(weight=0.5)

@@ -156,7 +156,7 @@ def test_two_launchers_cannot_hold_one_run(tmp_path: Path) -> None:
         ):
             pass
         threading.Timer(0.5, other.kill).start()
-        with prepared_run(wanted, resume=True, lock_wait_s=30.0):  # the lock died with its holder
+        with prepared_run(wanted, resume=True, lock_wait_s=120.0):  # the lock died with its holder
             pass
 
 

@@ -1,4 +1,5 @@
-"""Process worlds for tests: spawned once per size and test session, then sent tasks.
+"""Process worlds for tests: started once per size and test session, then sent tasks. Ranks are forked by a process that
+has imported what they all need: that takes seconds, and would be paid for each of them.
 
     results = run_world(2, "tests.megatron.cases:gradients", {"path": "...", "tensor": 2})
 
@@ -11,13 +12,15 @@ import atexit
 import gc
 import importlib
 import json
+import multiprocessing
+import multiprocessing.util  # before atexit is told of worlds: its own end waits for processes
 import os
 import selectors
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,9 @@ import psutil
 
 from megasao.launch.ports import free_ports
 
+_ranks = multiprocessing.get_context("forkserver")
+# Nothing that starts a thread, as what reads trajectories does: it would be missing in what is forked.
+_ranks.set_forkserver_preload(["megasao.megatron", "tests.megatron.cases", "tests.megatron.family_cases"])
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 300.0
@@ -58,13 +64,15 @@ class World:
     """``size`` worker processes, each with a pipe for tasks and a pipe for results (JSON lines)."""
 
     def __init__(self, size: int) -> None:
-        self._logs = [tempfile.TemporaryFile(mode="w+b") for _ in range(size)]  # noqa: SIM115
-        self._results: list[int] = []
+        self._logs = [tempfile.NamedTemporaryFile(mode="w+b") for _ in range(size)]  # noqa: SIM115
+        self._results: list[Connection] = []
+        self._tasks: list[Connection] = []
         self._buffers = [b""] * size
         self._processes = []
         (port,) = free_ports(1)
         for rank in range(size):
-            reader, writer = os.pipe()
+            results, result = _ranks.Pipe(duplex=False)
+            task, tasks = _ranks.Pipe(duplex=False)
             environment = os.environ | {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(size),
@@ -73,20 +81,14 @@ class World:
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             }
-            self._processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.megatron.world", str(writer)],
-                    cwd=ROOT,
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=self._logs[rank],
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[writer],
-                )
-            )
-            os.close(writer)
-            os.set_blocking(reader, False)
-            self._results.append(reader)
+            process = _ranks.Process(target=_rank, args=(environment, self._logs[rank].name, task, result))
+            process.start()
+            for theirs in (task, result):
+                theirs.close()
+            os.set_blocking(results.fileno(), False)
+            self._processes.append(process)
+            self._tasks.append(tasks)
+            self._results.append(results)
         self._answers(START_TIMEOUT_S, "start")
 
     def threads(self) -> int:
@@ -95,16 +97,14 @@ class World:
 
     def alive(self) -> bool:
         """Whether every rank still runs."""
-        return all(process.poll() is None for process in self._processes)
+        return all(process.is_alive() for process in self._processes)
 
     def run(self, function: str, payload: Any, timeout_s: float) -> list[Any]:
         """Send one task to all ranks and wait for their answers."""
-        task = json.dumps({"function": function, "payload": payload}).encode() + b"\n"
-        for process in self._processes:
-            assert process.stdin is not None
+        task = json.dumps({"function": function, "payload": payload}).encode()
+        for tasks in self._tasks:
             try:
-                process.stdin.write(task)
-                process.stdin.flush()
+                tasks.send_bytes(task)
             except BrokenPipeError as error:
                 raise WorldFailure(f"a rank died before {function}") from error
         return self._answers(timeout_s, function)
@@ -113,9 +113,10 @@ class World:
         """End the processes at once."""
         for process in self._processes:
             process.kill()
-        for process, reader in zip(self._processes, self._results, strict=True):
-            process.wait()
-            os.close(reader)
+        for process, tasks, results in zip(self._processes, self._tasks, self._results, strict=True):
+            process.join()
+            tasks.close()
+            results.close()
 
     def _answers(self, timeout_s: float, what: str) -> list[Any]:
         answers: dict[int, Any] = {}
@@ -139,7 +140,7 @@ class World:
 
     def _read_line(self, rank: int) -> bytes | None:
         """A whole line; None if it is not whole yet; b"" at the end of the stream."""
-        chunk = os.read(self._results[rank], 1 << 20)
+        chunk = os.read(self._results[rank].fileno(), 1 << 20)
         if not chunk:
             return b""
         self._buffers[rank] += chunk
@@ -173,18 +174,24 @@ def _kill_all() -> None:
         world.kill()
 
 
-def _worker(result_descriptor: int) -> None:
-    """Serve tasks until the pipe closes."""
+def _rank(environment: dict[str, str], log: str, tasks: Connection, results: Connection) -> None:
+    """The process of one rank: serve tasks until the pipe closes."""
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment)
+    with open(log, "ab", buffering=0) as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
     import torch
 
     from megasao.megatron import runtime
 
     torch.set_num_threads(1)
     runtime.initialize_world(COLLECTIVE_TIMEOUT_S)
-    with os.fdopen(result_descriptor, "wb", buffering=0) as results:
-        _write(results, {"result": None})
-        for line in sys.stdin.buffer:
-            task = json.loads(line)
+    _write(results, {"result": None})
+    with suppress(EOFError):
+        while True:
+            task = json.loads(tasks.recv_bytes())
             module, name = task["function"].split(":")
             try:
                 answer = {"result": getattr(importlib.import_module(module), name)(task["payload"])}
@@ -195,11 +202,7 @@ def _worker(result_descriptor: int) -> None:
             _write(results, answer)
 
 
-def _write(results: Any, answer: Any) -> None:
+def _write(results: Connection, answer: Any) -> None:
     data = memoryview(json.dumps(answer).encode() + b"\n")
     while data:
-        data = data[results.write(data) :]
-
-
-if __name__ == "__main__":
-    _worker(int(sys.argv[1]))
+        data = data[os.write(results.fileno(), data) :]

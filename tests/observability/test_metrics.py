@@ -76,7 +76,7 @@ def test_threads_do_not_mix_lines(run: RunDirectory) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(120)
     rows = [strict(line) for line in writer.path.read_text().splitlines()]
     assert sorted((row["thread"], row["step"]) for row in rows) == [(t, s) for t in range(4) for s in range(200)]
 
@@ -119,7 +119,7 @@ def test_a_writer_killed_at_any_time_leaves_a_readable_file(run: RunDirectory) -
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGKILL)
-    process.wait(30)
+    process.wait(120)
     process.stdout.close()
     rows = read_metrics(run.metrics / "trainer.jsonl")
     assert len(rows) > 50

@@ -153,7 +153,7 @@ def test_episodes_begin_in_the_order_of_their_leases(codec):
 
 
 def test_a_prompt_that_waits_holds_up_no_other_episode(codec):
-    both_asked = threading.Barrier(2, timeout=30)
+    both_asked = threading.Barrier(2, timeout=120)
 
     class Slow(Echo):
         prompts_wait = True

@@ -266,7 +266,7 @@ def test_sockets_carry_ipv6(tmp_path: Path) -> None:
     router = bind_router(context, address, high_water_mark=4, keys=keys)
     dealer = connect_dealer(context, address, identity=b"w", high_water_mark=4, keys=keys)
     dealer.send(b"hello")
-    assert router.poll(10_000) and router.recv_multipart() == [b"w", b"hello"]
+    assert router.poll(60_000) and router.recv_multipart() == [b"w", b"hello"]
     router.close()
     dealer.close()
     context.term()

@@ -45,7 +45,7 @@ def router_margins(path: Path, tokens: list[int]) -> Tensor:
     return torch.cat([torch.full((1,), torch.inf), so_far[:-1]])
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _load(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 

@@ -4,9 +4,12 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from megasao.trajectories.hosted import PayloadJournal
+from megasao.trajectories.ipc import join
+from megasao.trajectories.journal import Journal
 from megasao.trajectories.schema import Trajectory, from_batch, to_batch
 
 
@@ -46,6 +49,24 @@ def test_what_was_kept_comes_back_whole_and_in_order(tmp_path: Path) -> None:
         again.fetch(["a", "d"])
     assert again.take_lacking() == ["d"] and again.take_lacking() == []
     again.close()
+
+
+def test_of_a_batch_only_the_rows_that_are_asked_for_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of many large rows, put together, can be more than memory, or Arrow's 2 GiB of one column, hold."""
+    put_together: list[int] = []
+
+    def noting(batches: list[pa.RecordBatch], schema: pa.Schema) -> pa.RecordBatch:
+        put_together.extend(batch.num_rows for batch in batches)
+        return join(batches, schema)
+
+    monkeypatch.setattr("megasao.trajectories.store.join", noting)
+    journal = PayloadJournal(tmp_path)
+    for letter in "abc":
+        journal.keep(to_batch(rows(*(f"{letter}{number}" for number in range(5)))))
+    asked = ["c4", "a1", "b0", "a1", "c0"]
+    assert from_batch(journal.fetch(asked)) == rows(*asked)
+    assert sorted(put_together) == [1, 1, 2]
+    journal.close()
 
 
 def test_a_segment_goes_when_all_of_it_is_forgotten(tmp_path: Path) -> None:
@@ -97,6 +118,28 @@ def test_what_cannot_be_read_any_more_is_lacking(tmp_path: Path) -> None:
     assert journal.take_lacking() == ["b", "a"]
     assert from_batch(journal.fetch(["c"])) == rows("c") and journal.take_lacking() == []
     journal.close()
+
+
+def test_a_damaged_segment_costs_its_own_rows_only(tmp_path: Path) -> None:
+    """The controller assembles other trajectories in their place; a worker that did not start would end the run."""
+    journal = PayloadJournal(tmp_path, segment_bytes=1)
+    for name in "abc":
+        journal.keep(to_batch(rows(name)))
+    journal.close()
+    _, second, _ = sorted(tmp_path.glob("*.arrow"))
+    second.write_bytes(bytes(second.stat().st_size))
+    again = PayloadJournal(tmp_path)
+    assert names(again) == ["a", "c"]
+    [damage] = again.damage
+    assert second.name in damage and "is damaged after byte 0" in damage
+    with pytest.raises(ValueError, match="first 'b'"):
+        again.fetch(["b", "c"])
+    assert again.take_lacking() == ["b"]
+    again.keep(to_batch(rows("d")))
+    assert from_batch(again.fetch(["a", "c", "d"])) == rows("a", "c", "d")
+    again.close()
+    with pytest.raises(ValueError, match="is damaged"):
+        list(Journal(tmp_path).recover())
 
 
 def test_it_is_read_while_it_is_written(tmp_path: Path) -> None:

@@ -15,12 +15,14 @@ import pytest
 from share_world import two_pairs, write_mapped
 from weight_world import RecordingSink, connected, equal, free_address, publisher, receiving, weights
 
+from megasao.config.rollout import TransportConfig
 from megasao.weights import mapped
 from megasao.weights.intake import Intake
 from megasao.weights.mapped import MappedDownload, MappedWeights, Mappings, Segment, SegmentPair, room_for, this_machine
 from megasao.weights.messages import AnnounceMapped, Mapped
 from megasao.weights.publisher import WeightPublisher
 
+PATIENT = TransportConfig(heartbeat_s=0.05, weights_timeout_s=60.0, dead_after_s=60.0)
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -159,8 +161,8 @@ def test_another_machine_is_refused_by_the_receiver_and_told_to_the_publisher() 
 
     async def main() -> None:
         address, sink = free_address(), RecordingSink()
-        with publisher(address) as sender:
-            async with receiving(address, sink) as receiver:
+        with publisher(address, PATIENT) as sender:
+            async with receiving(address, sink, config=PATIENT) as receiver:
                 await connected(sender, 1)
                 sender.publish_elsewhere(Elsewhere(1, []))
                 result = await asyncio.to_thread(sender.wait)
@@ -204,18 +206,18 @@ def test_a_trainer_that_was_killed_leaves_the_engine_its_version_and_gives_no_ot
         process = _spawn.Process(target=_both_ranks, args=(queue,))
         process.start()
         memories = await asyncio.to_thread(queue.get, True, 120)
-        async with receiving(address, sink) as receiver:
-            with publisher(address) as sender:
+        async with receiving(address, sink, config=PATIENT) as receiver:
+            with publisher(address, PATIENT) as sender:
                 await connected(sender, 1)
                 assert (await publish(sender, 8, memories)).engines == ["rollout-0"]
                 os.kill(process.pid, signal.SIGKILL)
-                process.join(20)
+                process.join(60)
                 assert equal(receiver.latest()[1], weights(8))
                 result = await publish(sender, 9, memories)
                 assert result.engines == [] and "of trainer rank" in result.quarantined["rollout-0"]
                 assert receiver.version == 8 and sink.version == 8
             ranks = two_pairs(weights(0))
-            with publisher(address) as sender:
+            with publisher(address, PATIENT) as sender:
                 await connected(sender, 1)
                 older = [write_mapped(pair, rank, weights(5)) for rank, pair in enumerate(ranks)]
                 assert (await publish(sender, 5, older)).engines == ["rollout-0"]
