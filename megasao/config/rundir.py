@@ -214,7 +214,7 @@ class RunDirectory:
         write_atomically(self.path / "endpoints.json", json.dumps(asdict(endpoints), indent=2))
 
     def read_endpoints(self) -> Endpoints:
-        """The recorded addresses. FileNotFoundError if the run was never launched, ValueError if they cannot be read."""
+        """The recorded addresses. FileNotFoundError if the run was never launched, ValueError if they are damaged."""
         path = self.path / "endpoints.json"
         try:
             return Endpoints(**json.loads(path.read_text(encoding="utf-8")))
