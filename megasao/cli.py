@@ -299,7 +299,9 @@ def controller(run: RunPath) -> None:
     """Role: the controller of a run (started by the launcher)."""
     from megasao.controller.main import run as run_controller
 
-    run_controller(*_begin_role(run))
+    directory, config = _begin_role(run)
+    _refuse_before_launch(directory)
+    run_controller(directory, config)
 
 
 @app.command()
@@ -310,6 +312,7 @@ def rollout(
     directory, config = _begin_role(run)
     if index >= config.rollout.workers:
         raise UserError(f"--index {index}: the run has rollout.workers = {config.rollout.workers}, counted from 0")
+    _refuse_before_launch(directory)
     from megasao.rollout.worker import run as run_worker
 
     run_worker(directory, config, index)
@@ -348,7 +351,11 @@ def engine(
 
 
 def _refuse_before_launch(run: "RunDirectory") -> None:
-    if run.controller_address() is None:
+    try:
+        launched = run.controller_address() is not None
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if not launched:
         raise UserError(f"{run.path} was never launched (it has no endpoints.json); `megasao train CONFIG` does that")
 
 

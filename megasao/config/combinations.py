@@ -7,6 +7,7 @@ Each rule is one function from the config to the problems it sees. What needs th
 import ipaddress
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from megasao.config import megatron
 from megasao.config.errors import Problem
@@ -16,6 +17,9 @@ from megasao.config.training import OptimizerConfig
 
 if TYPE_CHECKING:
     from megasao.config.root import Config
+
+_HERE = ("127.0.0.1", "localhost", "::1")
+"""Where servers listen that are not of a Slurm job."""
 
 
 def is_loopback(host: str) -> bool:
@@ -432,8 +436,12 @@ def _router(config: "Config") -> Iterator[Problem]:
     if config.rollout.engine != "sglang":
         reason = f"has no reader while rollout.engine = {config.rollout.engine}; set rollout.engine to sglang"
         yield Problem("rollout.sglang.router", reason)
-    if not options.router.startswith(("http://", "https://")):
+    place = _place(options.router)
+    if place is None:
         yield Problem("rollout.sglang.router", f"expected an address http://HOST:PORT, got {options.router!r}")
+    elif place[0] in _HERE and place[1] in (ports := _server_ports(config)):
+        reason = f"port {place[1]} is one of {ports[0]} to {ports[-1]}, which are the servers' own; use another"
+        yield Problem("rollout.sglang.router", reason)
     if config.slurm is not None:
         reason = (
             "the servers of a Slurm job get their addresses when it starts, and no router knows them; leave it null"
@@ -451,6 +459,23 @@ def _router(config: "Config") -> Iterator[Problem]:
     if config.actor.router_replay:
         reason = "SGLang's router does not pass the request for the experts on"
         yield Problem("rollout.sglang.router", f"{reason}; not with actor.router_replay")
+
+
+def _place(address: str) -> tuple[str, int | None] | None:
+    """Host and port of an HTTP address; None if it is none."""
+    try:
+        parts = urlsplit(address)
+        found = parts.hostname, parts.port
+    except ValueError:  # a port that is no number, or too large
+        return None
+    return (found[0], found[1]) if parts.scheme in ("http", "https") and found[0] else None
+
+
+def _server_ports(config: "Config") -> range:
+    """From ``first_port`` on: those of all servers, and where each that prefills is met; empty without it."""
+    options = config.rollout.sglang
+    first, count = options.first_port, config.rollout.workers * (options.servers + 1) + options.prefill_servers
+    return range(first, first + count) if first is not None else range(0)
 
 
 def sglang(config: "Config") -> Iterator[Problem]:
@@ -472,9 +497,9 @@ def sglang(config: "Config") -> Iterator[Problem]:
     if options.server_args and config.rollout.engine != "sglang":
         reason = f"has no reader while rollout.engine = {config.rollout.engine}; set rollout.engine to sglang"
         yield Problem("rollout.sglang.server_args", reason)
-    ports = config.rollout.workers * (options.servers + 1) + options.prefill_servers
-    if options.first_port is not None and options.first_port + ports > 65536:
-        yield Problem("rollout.sglang.first_port", f"{ports} ports from {options.first_port} on go beyond 65535")
+    ports = _server_ports(config)
+    if ports.stop > 65536:
+        yield Problem("rollout.sglang.first_port", f"{len(ports)} ports from {options.first_port} on go beyond 65535")
 
 
 RULES: tuple[Callable[["Config"], Iterator[Problem]], ...] = (

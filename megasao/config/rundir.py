@@ -214,8 +214,12 @@ class RunDirectory:
         write_atomically(self.path / "endpoints.json", json.dumps(asdict(endpoints), indent=2))
 
     def read_endpoints(self) -> Endpoints:
-        """The recorded addresses; FileNotFoundError if the run was never launched."""
-        return Endpoints(**json.loads((self.path / "endpoints.json").read_text(encoding="utf-8")))
+        """The recorded addresses. FileNotFoundError if the run was never launched, ValueError if they are damaged."""
+        path = self.path / "endpoints.json"
+        try:
+            return Endpoints(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} has no addresses of a run ({error}); a launch with --resume writes it") from error
 
     def change_engines(self, change: Callable[[dict[str, str]], dict[str, str]]) -> None:
         """Record other SGLang servers, made by ``change`` of those that are recorded; one process at a time does so.

@@ -239,6 +239,18 @@ def test_servers_of_a_run_that_was_never_launched(tmp_path: Path, change: list[s
     (tmp_path / "config.yaml").write_text(dump_config(load_config(LAPTOP, ["rollout.engine=sglang"])))
     result = megasao("engine", "--run", tmp_path, *change)
     assert result.returncode == 2 and "was never launched" in result.stderr
+
+
+@pytest.mark.parametrize("role", ["controller", "rollout"])
+def test_a_role_of_a_run_without_addresses_says_so_in_a_line(tmp_path: Path, role: str) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(LAPTOP)))
+    result = megasao(role, "--run", tmp_path)
+    assert result.returncode == 2 and "was never launched" in result.stderr
+    for damaged in ("{", '{"controller": 1}'):
+        (tmp_path / "endpoints.json").write_text(damaged)
+        result = megasao(role, "--run", tmp_path)
+        assert result.returncode == 2 and "endpoints.json has no addresses of a run" in result.stderr, damaged
+        assert "Traceback" not in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -246,6 +246,13 @@ CASES = [
         "rollout.engine = embedded",
     ),
     ([*ROUTED, "rollout.sglang.router=127.0.0.1:1"], ROUTED, "rollout.sglang.router", "http://HOST:PORT"),
+    ([*ROUTED, "rollout.sglang.router=http://127.0.0.1:one"], ROUTED, "rollout.sglang.router", "http://HOST:PORT"),
+    (
+        [*ROUTED, "rollout.sglang.router=http://localhost:30001"],
+        [*ROUTED, "rollout.sglang.router=http://localhost:30002"],
+        "rollout.sglang.router",
+        "port 30001 is one of 30000 to 30001",
+    ),
     ([*ROUTED, "rollout.sglang.first_port=null"], ROUTED, "rollout.sglang.first_port", "must know its servers"),
     ([*ROUTED, "rollout.workers=2"], ROUTED, "rollout.workers", "servers of one worker"),
     ([*ROUTED, "rollout.sglang.pause=none"], ROUTED, "rollout.sglang.pause", "do not wait for an update"),
