@@ -90,9 +90,10 @@ class Misbehaving:
         for message in self.pieces:
             await response.write(b"data: " + web.json_response(message).body + b"\n\n")  # type: ignore[operator]
         if self.then == "abort":
-            await self._aborted.wait()
             spans = [(self.label, 0, sum(len(message["output_ids"]) for message in self.pieces))]
+            await self._aborted.wait()
             await response.write(b"data: " + web.json_response(piece([], finish="abort", spans=spans)).body + b"\n\n")
+            return response
         if self.then == "silence":
             await asyncio.sleep(600)
         if self.then == "drop":

@@ -16,11 +16,15 @@ SPLIT = {"prefill_servers": 1}
 
 
 class Router(Misbehaving):
-    """Says to every request what is left of four tokens, all of its own version."""
+    """Says to every request what is left of four tokens, all of its own version; from an abort on, if not before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[int] = []
+
+    async def _abort(self, request: Any) -> Any:
+        self.then = "end"
+        return await super()._abort(request)
 
     async def _generate(self, request: Any) -> Any:
         known = len((await request.json())["input_ids"]) - 2
@@ -68,11 +72,7 @@ def test_requests_end_before_an_update_and_go_on_after_it(checkpoint: Path, tmp_
         running = asyncio.create_task(fleet.generate(REQUEST))
         while fleet.stats()["generated_tokens"] < 1:
             await asyncio.sleep(0.001)
-        loading = asyncio.create_task(load(fleet, 2, checkpoint))
-        while not router.calls or router.calls[-1] != "/abort_request":
-            await asyncio.sleep(0.001)
-        router.then = "end"
-        await loading
+        await load(fleet, 2, checkpoint)
         return await running
 
     result = with_fleet(checkpoint, tmp_path, [router, Misbehaving()], 0, body, routed=True, **SPLIT)
