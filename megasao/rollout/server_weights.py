@@ -7,6 +7,7 @@ directory goes with the role.
 import asyncio
 import threading
 from contextlib import suppress
+from functools import partial
 
 from megasao.config import Config
 from megasao.config.rundir import RunDirectory
@@ -29,6 +30,7 @@ class NodeReceiver:
         self._versions = NodeDirectory(
             run.node_weights(config, name), run.node_marker(role), layout, file_bytes=config.weights.shard_bytes
         )
+        self._leave = partial(run.clear_node_weights, config, name)
         self._receiver = WeightReceiver(
             run.read_endpoints().weights, self._versions, identity=role.encode(), config=config.transport, keys=keys
         )
@@ -57,6 +59,7 @@ class NodeReceiver:
         if not self._thread.is_alive():
             self._loop.close()
         self._versions.clear()
+        self._leave()
 
 
 def server_nodes(run: RunDirectory, config: Config, url: str) -> ServerNodes | None:

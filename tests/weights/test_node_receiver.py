@@ -54,7 +54,7 @@ def test_two_nodes_of_a_server_take_a_version_and_leave_nothing_behind(tmp_path:
     second.close()
     assert f"{NAME}.1" in nodes.lacking(label)
     first.close()
-    assert not list((tmp_path / "node").rglob("*.safetensors"))
+    assert not list((tmp_path / "node").iterdir())
     ranks.close()
 
 
