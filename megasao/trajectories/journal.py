@@ -7,6 +7,7 @@ Invariants:
 """
 
 import os
+import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -168,7 +169,7 @@ class Journal:
 
 
 def read_batch(path: Path, offset: int) -> pa.RecordBatch:
-    """The batch whose message starts at ``offset``. ValueError where it cannot be read."""
+    """The batch whose message starts at ``offset``. ValueError where it cannot be read, or is not what was written."""
     try:
         with pa.OSFile(str(path)) as source:
             source.seek(offset)
@@ -176,6 +177,11 @@ def read_batch(path: Path, offset: int) -> pa.RecordBatch:
             if message.type == "schema":
                 message = pa.ipc.read_message(source)
             batch: pa.RecordBatch = pa.ipc.read_record_batch(message, SCHEMA)
+            check_buffers(batch)
+            # The message's own text, as its format has it: length, bytes, zero. Read as a stream it would be copied.
+            checksum = _checksum(batch)
+            if struct.pack("<I", len(checksum)) + checksum + b"\0" not in message.metadata.to_pybytes():
+                raise ValueError("it does not match its checksum")
             return batch
     except READ_ERRORS as error:
         raise ValueError(f"{path}: no batch can be read at byte {offset}: {error}") from error

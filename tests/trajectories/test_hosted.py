@@ -1,5 +1,6 @@
 """A rollout host's own journal."""
 
+import struct
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,24 @@ def test_what_cannot_be_read_any_more_is_lacking(tmp_path: Path) -> None:
         journal.fetch(["c", "b", "a"])
     assert journal.take_lacking() == ["b", "a"]
     assert from_batch(journal.fetch(["c"])) == rows("c") and journal.take_lacking() == []
+    journal.close()
+
+
+def test_a_row_that_changes_on_the_disk_is_lacking(tmp_path: Path) -> None:
+    """In any of its columns, while the process lives that wrote it: it is not trained on."""
+    journal = PayloadJournal(tmp_path, segment_bytes=1)
+    for name in "ab":
+        journal.keep(to_batch(rows(name)))
+    file = sorted(tmp_path.glob("*.arrow"))[0]
+    whole = file.read_bytes()
+    for sign in (struct.pack("<f", -0.25), struct.pack("<i", 3), b"123456"):
+        place = whole.rindex(sign)
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match="does not match its checksum"):
+            journal.fetch(["b", "a"])
+        assert journal.take_lacking() == ["a"]
+    file.write_bytes(whole)
+    assert from_batch(journal.fetch(["b", "a"])) == rows("b", "a")
     journal.close()
 
 
