@@ -20,8 +20,7 @@ MODULE = ["tests.verifiers.nasty_graders"]
 QUICK = Limits(workers=2, time_limit_s=4.0, memory_bytes=1 << 28)
 PATIENT = Limits(workers=2, time_limit_s=60.0, memory_bytes=1 << 28)
 
-OWNER = "MEGASAO_TEST_OWNER"
-os.environ[OWNER] = str(os.getpid())
+OWNER = "VERIFIERS_OF_TEST_PROCESS"
 
 REASONS = {
     "loop": "timeout",
@@ -43,6 +42,13 @@ REASONS = {
     "recursion": "error",
 }
 REFUSED = ["evaluates", "evaluates_swallowed", "shell", "writes", "socket", "imports", "forks", "kills_parent"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def named_owner():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(OWNER, str(os.getpid()))
+        yield
 
 
 async def outcome(pool, answer):
