@@ -30,8 +30,8 @@ from megasao.weights.shared import ShareManifest, ShareTensors, bucket_sum, chec
 MOST_MANIFEST_BYTES = 2**28
 
 SMALL_BYTES = 32 * 2**20
-"""Versions of so many bytes are read by one thread, over connections that are kept. For larger ones a connection costs
-nothing, and a fresh one, with its small window, moves them faster."""
+"""Versions of so many bytes are read by one thread, over connections that are kept. Beside the transfer of larger ones
+a new connection costs nothing."""
 
 
 class SharesDownload:
