@@ -170,6 +170,15 @@ def test_only_a_cpu_server_sees_the_stand_ins() -> None:
     assert len(split["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 3, "SGLang asks for a NUMA node of each rank else"
 
 
+def test_a_prefill_server_that_comes_back_in_seconds_is_noticed_on_a_cpu() -> None:
+    """By SGLang's own bounds (two questions, 5 s apart) the others would go on waiting for the one that died."""
+    names = ("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE")
+    cpu = server_environment(sglang_config(server_args={"device": "cpu"}), "Any", {names[0]: "3"})
+    cuda = server_environment(sglang_config(server_args={"device": "cuda"}), "Any", {})
+    assert [cpu[name] for name in names] == ["3", "1"], "what the user sets stands"
+    assert not set(names) & set(cuda)
+
+
 def test_the_served_model_has_no_end_token(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "checkpoint", dense_config(eos_token_id=[3, 4]))
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": 5}')

@@ -109,6 +109,9 @@ def server_environment(
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
         }
+        # A prefill server that died is back here in seconds: by default (5 s, twice) the others would not notice.
+        environment.setdefault("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "2")
+        environment.setdefault("SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE", "1")
         if (ranks := config.gpus_of_server()) > 1:  # SGLang wants to know their cores; without, a NUMA node for each
             cores = sorted(os.sched_getaffinity(0))
             bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
