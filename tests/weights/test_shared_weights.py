@@ -164,6 +164,30 @@ def test_a_receiver_that_takes_nothing_does_not_hold_up_the_trainer() -> None:
     assert not stuck.is_alive()
 
 
+def test_a_version_that_is_taken_back_disturbs_nobody_who_reads_the_next() -> None:
+    server = ShareServer("127.0.0.1", SECRET, timeout_s=60)
+    shares = {version: memoryview(bytearray([version]) * 2**26) for version in (1, 2)}
+    readers = {}
+    for version, share in shares.items():
+        server.offer(version, b"manifest", share)
+        readers[version] = socket.create_connection(("127.0.0.1", server.port))
+        bound(readers[version], 60)
+        nonce, head = bytearray(NONCE_BYTES), bytearray(LENGTH.size + len(b"manifest"))
+        receive_into(readers[version], memoryview(nonce))
+        asked = LENGTH.pack(version)
+        readers[version].sendall(asked + proof(SECRET, bytes(nonce), asked))
+        receive_into(readers[version], memoryview(head))  # the share is on its way, and waits for us
+    server.retire(1)
+    found = bytearray(2**26)
+    with pytest.raises(ConnectionError, match="too early"):
+        receive_into(readers[1], memoryview(found))
+    receive_into(readers[2], memoryview(found))
+    assert found == shares[2]
+    for reader in readers.values():
+        reader.close()
+    server.close()
+
+
 def test_waiting_for_a_rank_that_says_nothing_is_bounded() -> None:
     mute = socket.create_server(("127.0.0.1", 0))
     one = download([Share(7, "127.0.0.1", mute.getsockname()[1], 64, 0)])
@@ -199,7 +223,7 @@ def test_connections_are_kept_for_the_next_version_and_made_anew_where_a_rank_ha
     fetch(2)
     assert accepted[0] == accepted[1] and all(len(peers) == 1 for peers in accepted[0].values())
     with ranks.servers[0]._changed:
-        ranks.servers[0]._cut_all(ranks.servers[0]._peers)
+        ranks.servers[0]._cut_all(lambda: ranks.servers[0]._peers)
     fetch(3)
     assert accepted[2] != accepted[1], "the one that was cut is another"
     assert accepted[2][ranks.servers[1].port] == accepted[1][ranks.servers[1].port]
