@@ -128,7 +128,10 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda path: change_config(path, model_type="llama", num_experts=0),
         "lacks 9 tensor(s), first model.layers.0.mlp.down_proj.weight (nearest: ",
     ),
-    "another size": (lambda path: change_config(path, vocab_size=33), "vocab_size and hidden_size (33, 64)"),
+    "another size": (
+        lambda path: change_config(path, vocab_size=33),
+        "lm_head.weight of shape (32, 64); expected (33, 64)",
+    ),
     "more layers": (lambda path: change_config(path, num_hidden_layers=5), "lacks"),
     "another quantisation": (lambda path: change_config(path, quantization_config={"quant_method": "awq"}), "'awq'"),
     "quantisation is a word": (lambda path: change_config(path, quantization_config="fp8"), "quant_method = None"),
@@ -181,7 +184,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "weight in a row": (lambda path: change_tensors(path, flatten_a_weight), "only matrices have blocks"),
     "shape unlike the others": (
         lambda path: change_tensors(path, cut_a_norm),
-        "of shape (64,), but model.layers.",
+        "of shape (63,); expected (64,) by its config.json: (hidden_size), with hidden_size = 64",
     ),
 }
 
