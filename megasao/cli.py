@@ -73,7 +73,7 @@ def check(
         return
     typer.echo(f"{config_file} is valid.")
     if not model_there:
-        typer.echo(f"note: model.path = {config.model.path} has no config.json yet, so the model was not checked")
+        typer.echo(f"note: model.path = {config.model.path} is not there yet, so the model was not checked")
 
 
 @app.command()
@@ -267,7 +267,7 @@ def slurm_job(config_file: ConfigFile, overrides: Overrides = None, resume: Resu
 
     config, model_there = _load_checked(config_file, overrides, target="cluster")
     if not model_there:
-        raise UserError(f"model.path = {config.model.path} has no config.json: not a Hugging Face checkpoint directory")
+        raise UserError(_no_model(config))
     try:
         job = Job.of(config, os.environ)
         outcome = job.perform(resume=resume)
@@ -440,6 +440,13 @@ def _load_checked(
     return config, preflight(config, document, on_cluster=on_cluster, ask_sglang=ask_sglang)
 
 
+def _no_model(config: "Config") -> str:
+    return (
+        f"model.path = {config.model.path} does not exist; give the directory of a Hugging Face checkpoint (nothing is "
+        "downloaded by its name)"
+    )
+
+
 def _open_run(path: Path) -> "tuple[RunDirectory, Config]":
     """A run directory that exists, with its config."""
     from megasao.config.load import load_config
@@ -466,7 +473,7 @@ def _launch(config_file: Path, overrides: list[str] | None, *, resume: bool, las
 
     config, model_there = _load_checked(config_file, overrides)
     if not model_there:
-        raise UserError(f"model.path = {config.model.path} has no config.json: not a Hugging Face checkpoint directory")
+        raise UserError(_no_model(config))
     if last is Stage.sft and config.sft is None:
         raise UserError(f"{config_file} has no section sft, so there is nothing to fine-tune")
     if last is Stage.value and config.value_pretraining is None:

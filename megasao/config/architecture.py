@@ -1,10 +1,62 @@
 """Reading a checkpoint's config.json; what it means is in ``megasao.families``."""
 
-import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
 from megasao.families import family_of
+from megasao.storage.documents import read_object
+
+_GIVE = "give the directory of a Hugging Face checkpoint, with config.json (nothing is downloaded by its name)"
+
+
+def config_file(path: Path) -> Path | None:
+    """config.json of the checkpoint directory ``path``; None where nothing is there (yet).
+
+    Raises:
+        ValueError: something else is there, or it cannot be read.
+    """
+    file = path / "config.json"
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; {_GIVE}") from None
+    try:
+        if not path.is_dir():
+            raise ValueError(f"{path} is not a directory; {_GIVE}")
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ValueError(f"{file} is not a file; {_GIVE}")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is not a Hugging Face checkpoint: it has no config.json; {_GIVE}") from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}; {_GIVE}") from None
+    return file
+
+
+def existing_file(path: Path) -> Path:
+    """config.json of the checkpoint directory ``path``.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    file = config_file(path)
+    if file is None:
+        raise ValueError(f"{path} does not exist; {_GIVE}")
+    return file
+
+
+def planned_file(path: Path, architecture: str | None) -> tuple[str, Path | None]:
+    """What is planned with where ``path`` has no config.json, and the field of section ``model`` that says so.
+
+    Raises:
+        ValueError: see :func:`config_file`.
+    """
+    if architecture is not None and not os.path.isfile(path / "config.json"):
+        return "model.architecture", Path(architecture)
+    return "model.path", config_file(path)
 
 
 def read_hf_config(path: Path) -> dict[str, Any]:
@@ -13,10 +65,7 @@ def read_hf_config(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is none, or it describes something that the models here do not cover.
     """
-    file = path / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{path} is not a Hugging Face checkpoint: it has no config.json; give the directory that has")
-    return read_architecture(file)
+    return read_architecture(existing_file(path))
 
 
 def read_architecture(file: Path) -> dict[str, Any]:
@@ -25,14 +74,7 @@ def read_architecture(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: it cannot be read, or describes something that the models here do not cover.
     """
-    try:
-        hf_config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}; copy it again") from None
-    if not isinstance(hf_config, dict):
-        raise ValueError(f"{file} is not a JSON object, as every model's config.json is; copy it again")
+    hf_config = read_object(file)
     try:
         family_of(hf_config).check(hf_config)
     except ValueError as error:

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megasao.config.architecture import read_hf_config
+from megasao.config.architecture import config_file, read_architecture
 from megasao.config.errors import ConfigError, Problem
 from megasao.config.root import Config
 from megasao.families import family_of
 from megasao.families.facts import expert_count, stage_problem
+from megasao.families.names import name_problem, shape_problem
+from megasao.storage.hf_directory import checkpoint_files
 
 Find = Callable[[Config, dict[str, Any]], Iterator[Problem]]
 
@@ -17,16 +19,16 @@ Find = Callable[[Config, dict[str, Any]], Iterator[Problem]]
 def check_model(config: Config) -> bool:
     """Check parallel layout and lengths against ``model.path``/config.json, and that its weights are whole.
 
-    Returns False where that file does not exist (yet). ConfigError lists everything that does not fit.
+    Returns False where nothing is at ``model.path`` (yet). ConfigError lists everything that does not fit.
     """
-    path = Path(config.model.path) / "config.json"
-    if not path.is_file():
-        return False
     try:
-        shape = read_hf_config(path.parent)
+        path = config_file(Path(config.model.path))
+        if path is None:
+            return False
+        shape = read_architecture(path)
     except ValueError as error:
-        raise ConfigError(str(path), [Problem("model.path", str(error))]) from None
-    problems = [*layout_problems(config, shape), *untrainable(config, shape), *_files(path.parent)]
+        raise ConfigError(config.model.path, [Problem("model.path", str(error))]) from None
+    problems = [*layout_problems(config, shape), *untrainable(config, shape), *_files(path.parent, shape)]
     problems += [*of_critic(layout_problems, config, shape), *of_critic(untrainable, config, shape)]
     if problems:
         raise ConfigError(str(path), problems)
@@ -125,28 +127,43 @@ def _lengths(config: Config, shape: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("environment.max_tokens", reason)
 
 
-def _files(model: Path) -> Iterator[Problem]:
+def _files(model: Path, shape: dict[str, Any]) -> Iterator[Problem]:
+    """Files that are missing or damaged, and tensors that are not those of config.json."""
     if not (model / "tokenizer.json").is_file():
         yield Problem("model.path", f"{model} has no tokenizer.json")
-    files = sorted(model.glob("*.safetensors"))
-    if not files:
-        yield Problem("model.path", f"{model} has no *.safetensors")
+    if shape.get("quantization_config") is not None:
+        reason = f"{model} is quantised (quantization_config), and training starts from a checkpoint that is not"
+        yield Problem("model.path", f"{reason}; of FP8 `megasao convert quantize --dequantize` makes one")
+        return
+    found, problems = dict[str, tuple[int, ...]](), list[Problem]()
+    try:
+        files = checkpoint_files(model)
+    except ValueError as error:
+        yield Problem("model.path", str(error))
+        return
     for file in files:
-        damage = _damage(file)
-        if damage is not None:
-            yield Problem("model.path", f"{file} is damaged: {damage}; copy or download it again")
+        try:
+            found |= _shapes(file)
+        except (OSError, ValueError) as error:
+            problems.append(Problem("model.path", f"{file} is damaged: {error}; copy or download it again"))
+    problem = None if problems else name_problem(shape, "actor", set(found)) or shape_problem(shape, found)
+    yield from problems if problem is None else [Problem("model.path", f"{model} {problem}")]
 
 
-def _damage(file: Path) -> str | None:
-    """What the header of a safetensors file says that its length does not bear out."""
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Of every tensor that the header of a safetensors file names. ValueError if the file's length denies it."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if 8 + length > size:
-            return f"its header does not fit into its {size} bytes"
+            raise ValueError(f"its header does not fit into its {size} bytes")
         try:
             header = json.loads(stream.read(length))
-            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+            header.pop("__metadata__", None)
+            shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            return f"its header cannot be read ({error!r})"
-    return None if size == 8 + length + end else f"it should have {8 + length + end} bytes and has {size}"
+            raise ValueError(f"its header cannot be read ({error!r})") from None
+    if size != 8 + length + end:
+        raise ValueError(f"it should have {8 + length + end} bytes and has {size}")
+    return shapes

@@ -1,7 +1,6 @@
 """A Hugging Face checkpoint as the source of a conversion, refused at once if anything about it is wrong."""
 
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from megasao.config.architecture import read_hf_config
 from megasao.config.errors import UserError
 from megasao.conversion.blocks import BLOCK, FP8, Block, scale_shape
 from megasao.conversion.tasks import Copy, Dequantize, Task
-from megasao.families.names import SCALE, Role, fp8_names, name_problem, value_head_names
+from megasao.families.names import SCALE, Role, name_problem, shape_problem, value_head_names
 from megasao.storage.hf_directory import INDEX, checkpoint_files, read_index, side_files
 from megasao.storage.reader import TensorFiles
 
@@ -78,7 +77,7 @@ def open_hf(path: Path) -> HfCheckpoint:
         or _scale_problem(checkpoint)
         or name_problem(hf_config, checkpoint.role, set(checkpoint.weights()))
         or _dtype_problem(checkpoint)
-        or _shape_problem(checkpoint)
+        or shape_problem(hf_config, {name: files.info(name).shape for name in checkpoint.weights()})
         or _unusable_scale(checkpoint)
         or _side_problem(path)
     )
@@ -155,21 +154,4 @@ def _dtype_problem(checkpoint: HfCheckpoint) -> str | None:
             expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
             found = str(info.dtype).removeprefix("torch.")
             return f"has {info.name} in {found}; expected {expected}, or float8_e4m3fn in blocks"
-    return None
-
-
-def _shape_problem(checkpoint: HfCheckpoint) -> str | None:
-    """Shapes that config.json contradicts, and layers or experts that are unlike the others."""
-    hf_config, first = checkpoint.hf_config, dict[str, str]()
-    embedding, expected = "model.embed_tokens.weight", (hf_config["vocab_size"], hf_config["hidden_size"])
-    if (found := checkpoint.files.info(embedding).shape) != expected:
-        return f"has {embedding} of shape {found}, but config.json says vocab_size and hidden_size {expected}"
-    matrices = fp8_names(hf_config)
-    for name in checkpoint.weights():
-        if name in matrices and len(checkpoint.files.info(name).shape) != 2:
-            return f"has {name} of shape {checkpoint.files.info(name).shape}; expected a matrix"
-        twin = first.setdefault(re.sub(r"\.\d+\.", ".N.", name), name)
-        mine, other = checkpoint.files.info(name).shape, checkpoint.files.info(twin).shape
-        if mine != other:
-            return f"has {name} of shape {mine}, but {twin} of {other}"
     return None

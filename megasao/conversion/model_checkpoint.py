@@ -1,13 +1,15 @@
 """A model's training checkpoint as the source of a conversion."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megasao.config.architecture import read_hf_config
 from megasao.config.errors import UserError
 from megasao.conversion.hf import HfCheckpoint
 from megasao.conversion.torch_dist import TorchDistTensors
-from megasao.families.names import Role, name_problem
+from megasao.families.names import Role, name_problem, shape_problem
 from megasao.storage import torch_dist
 from megasao.storage.header import TensorInfo
 from megasao.storage.model_parts import CARRIED, FORMAT, MANIFEST, WEIGHT, read_manifest, sum_file
@@ -56,14 +58,16 @@ class ModelCheckpoint:
         directory = self.path / HF_DIRECTORY
         return directory if (directory / "config.json").is_file() else None
 
+    def problem(self, hf_config: dict[str, Any], names: Sequence[str]) -> str | None:
+        """Why the tensors ``names`` are not those of a model with this config.json; None if they are."""
+        return name_problem(hf_config, self.role, set(names)) or shape_problem(
+            hf_config, {name: self.info(name).shape for name in names}
+        )
+
     def check_against(self, origin: HfCheckpoint) -> None:
         """UserError if this is not a checkpoint of the model at ``origin``."""
-        if problem := name_problem(origin.hf_config, self.role, set(self.weights())):
+        if problem := self.problem(origin.hf_config, self.weights()):
             raise UserError(f"{self.path} is not a checkpoint of {origin.path}: it {problem}")
-        for name in set(self.weights()) & origin.files.names():
-            mine, other = self.info(name).shape, origin.files.info(name).shape
-            if mine != other:
-                raise UserError(f"{self.path} is not a checkpoint of {origin.path}: {name} is {mine}, there {other}")
 
 
 def model_of_run(checkpoint: Path) -> Path:

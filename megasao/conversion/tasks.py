@@ -12,7 +12,7 @@ from megasao.families.names import SCALE
 from megasao.storage.header import TensorInfo
 from megasao.storage.reader import TensorFiles
 
-PIECE = 32 << 20
+PIECE = 8 << 20
 """Bytes of a tensor that are read at a time."""
 Write = Callable[[str, Tensor], None]
 Advance = Callable[[int], None]
@@ -56,6 +56,7 @@ class Copy:
         for piece in pieces(self.source, self.name):
             write(self.output.name, piece.to(self.output.dtype))
             advance(piece.nbytes)
+            del piece  # before the next one is read
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Quantize:
             write(self.name, quantized)
             write(self.name + SCALE, scale)
             advance(piece.nbytes)
+            del piece, quantized, scale  # before the next one is read
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,14 @@ class Dequantize:
         scales = self.source.read_whole(self.name + SCALE)
         advance(scales.nbytes)
         done = 0
-        for piece in pieces(self.source, self.name, self.block[0]):
+        for piece in pieces(self.source, self.name, self.block[0], PIECE // 2):  # it becomes twice as long
             count = -(-len(piece) // self.block[0])
             write(
                 self.output.name, dequantize_blocks(piece, scales[done : done + count], self.block, self.output.dtype)
             )
             advance(piece.nbytes)
             done += count
+            del piece  # before the next one is read
 
 
 def pieces(source: TensorFiles, name: str, multiple: int = 1, most_bytes: int | None = None) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from megasao.conversion.hf import HfCheckpoint, open_hf
 from megasao.conversion.model_checkpoint import ModelCheckpoint, model_of_run, open_model
 from megasao.conversion.output import Output, OutputFile, split
 from megasao.conversion.tasks import Copy, Quantize, Task
-from megasao.families.names import carried_names, fp8_names, name_problem, optional_names
+from megasao.families.names import carried_names, fp8_names, optional_names
 from megasao.storage.hf_directory import INDEX, SINGLE, copy_side_files
 
 SHARD_BYTES = 5_000_000_000
@@ -85,7 +85,7 @@ def _converted_to_hf(trained: ModelCheckpoint, documents: Path, out: Path, shard
     except ValueError as error:
         raise UserError(str(error)) from error
     names = [*trained.weights(), *trained.carried()]
-    if problem := name_problem(config, trained.role, set(names)):
+    if problem := trained.problem(config, names):
         raise UserError(f"{trained.path} {problem}; convert the Hugging Face directory again")
     tasks = [Copy(trained.files, trained.stored(name), replace(trained.info(name), name=name)) for name in names]
     sources = trained.files.files

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megasao.families import Rule
-from megasao.families.facts import head_dim
 from megasao.families.names import Role, rules
+from megasao.families.sizes import dimensions, explanation
 from megasao.storage.header import TensorInfo
 from megasao.storage.model_parts import WEIGHT, damage, is_whole
 from megasao.storage.reader import TensorFiles
@@ -137,13 +137,17 @@ def _key(rule: Rule, index: int, stored: Any) -> str:
 
 
 def _source(metadata: Metadata, name: str, key: str, rule: Rule, index: int, hf_config: dict[str, Any]) -> _Source:
-    entry = _entry(metadata, key)
-    shape, sizes = list(entry.size), None
-    if rule.vocabulary:
-        shape[0] = hf_config["vocab_size"]
+    """ValueError if the stored tensor has another shape than config.json says."""
+    entry, sizes = _entry(metadata, key), None
+    parts = [dimensions(shape, hf_config) for shape in rule.shapes]
+    stored, expected = tuple(entry.size), parts[index]
     if rule.kind == "qkv":
-        width = head_dim(hf_config)
-        queries = hf_config["num_attention_heads"] // hf_config["num_key_value_heads"]
-        sizes = (queries * width, width, width)
-        shape[0] = shape[0] // sum(sizes) * sizes[index]
-    return _Source(key, TensorInfo(name, entry.properties.dtype, tuple(shape)), sizes, index)
+        sizes = tuple(rows // hf_config["num_key_value_heads"] for rows, *_ in parts)
+        expected = (sum(rows for rows, *_ in parts), *expected[1:])
+    filled_up = rule.vocabulary and stored[:1] > expected[:1] and stored[1:] == expected[1:]
+    if stored != expected and not filled_up:
+        why = "; ".join(dict.fromkeys(explanation(shape, hf_config) for shape in rule.shapes))
+        raise ValueError(
+            f"{key} has the shape {stored}; expected {expected} for {', '.join(rule.hf)} by config.json: {why}"
+        )
+    return _Source(key, TensorInfo(name, entry.properties.dtype, parts[index]), sizes, index)

@@ -1,7 +1,8 @@
 """Comparing two checkpoints: keys, shapes, dtypes, and values bit by bit.
 
 Either is a Hugging Face directory of any model, a training checkpoint, or one safetensors file. A training checkpoint
-compared with anything else stands for its weights and what it carries; two of them are compared whole.
+compared with anything else stands for its weights and what it carries; two of them are compared whole. Two that agree
+on shapes which their config.json contradicts are refused: they would be equal, and no checkpoint of that model.
 
 Invariants (tests assert them): equal checkpoints have no differences, however they are cut into files; every kind of
 difference is found and named with its tensor, the first place, and how many numbers differ.
@@ -11,13 +12,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megasao.config.architecture import read_hf_config
 from megasao.config.errors import UserError
 from megasao.conversion.model_checkpoint import open_model
 from megasao.conversion.tasks import Advance, pieces
+from megasao.families.names import shape_problem
 from megasao.storage.hf_directory import INDEX, SINGLE, checkpoint_files
 from megasao.storage.model_parts import CARRIED, WEIGHT
 from megasao.storage.reader import TensorFiles
@@ -28,11 +32,16 @@ _PIECE = 4 << 20
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: its tensors by the names that are compared, each with its stored name."""
+    """One of the two: its tensors by the names that are compared, by stored name, and its config.json if it has one."""
 
     path: Path
     files: TensorFiles
     stored: dict[str, str]
+    hf_config: dict[str, Any] | None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one of the names that are compared."""
+        return self.files.info(self.stored[name]).shape
 
 
 @dataclass
@@ -48,30 +57,53 @@ def open_sides(a: Path, b: Path) -> tuple[Side, Side]:
     """Open both; nothing but headers is read.
 
     Raises:
-        UserError: one of them is no checkpoint, or not a whole one.
+        UserError: one of them is no checkpoint, not a whole one, or of shapes that its config.json contradicts.
     """
     files = [_files(path) for path in (a, b)]
-    both_trained = all(is_model for _, is_model in files)
+    both_trained = all(is_model for _, is_model, _ in files)
     sides = []
-    for path, (opened, is_model) in zip((a, b), files, strict=True):
+    for path, (opened, is_model, documents) in zip((a, b), files, strict=True):
         names = {name: name for name in opened.names()}
         if is_model and not both_trained:
             names = {
                 name.removeprefix(kind): name for name in names for kind in (WEIGHT, CARRIED) if name.startswith(kind)
             }
-        sides.append(Side(path, opened, names))
+        sides.append(Side(path, opened, names, _family_config(documents)))
+    for side, other in (sides, sides[::-1]):
+        if problem := _shape_problem(side, other):
+            raise UserError(f"{side.path} {problem}; copy it again, with the config.json that belongs to it")
     return sides[0], sides[1]
 
 
-def _files(path: Path) -> tuple[TensorFiles, bool]:
-    """The tensors of a checkpoint, and whether it is a training checkpoint."""
+def _family_config(documents: Path | None) -> dict[str, Any] | None:
+    """config.json, where it is that of a supported model."""
+    try:
+        return None if documents is None else read_hf_config(documents)
+    except ValueError:
+        return None
+
+
+def _shape_problem(side: Side, other: Side) -> str | None:
+    """What config.json contradicts of the shapes in which the two agree; other shapes are differences to be listed."""
+    shapes = dict[str, tuple[int, ...]]()
+    for name in side.stored.keys() & other.stored.keys():
+        # Quantisations pack several numbers into one of a whole type.
+        packed = not side.files.info(side.stored[name]).dtype.is_floating_point
+        if not packed and (shape := side.shape(name)) == other.shape(name):
+            shapes[name.removeprefix(WEIGHT).removeprefix(CARRIED)] = shape
+    return None if side.hf_config is None else shape_problem(side.hf_config, dict(sorted(shapes.items())))
+
+
+def _files(path: Path) -> tuple[TensorFiles, bool, Path | None]:
+    """The tensors of a checkpoint, whether it is a training checkpoint, and where its config.json would be."""
     try:
         if path.is_file():
-            return TensorFiles([path]), False
+            return TensorFiles([path]), False, None
         if any((path / name).is_file() for name in (INDEX, SINGLE, "config.json")):
-            return TensorFiles(checkpoint_files(path)), False
+            return TensorFiles(checkpoint_files(path)), False, path
         if path.is_dir():
-            return open_model(path).files, True
+            model = open_model(path)
+            return model.files, True, model.hf_directory
     except UserError:
         raise
     except ValueError as error:

@@ -15,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from megasao.config import Config
+from megasao.config.architecture import existing_file
 from megasao.environments.answers import find_answer
 from megasao.environments.base import EnvironmentFailure
 from megasao.environments.benchmarks.background import (
@@ -33,6 +34,7 @@ from megasao.evaluation.engine import measuring_engine
 from megasao.evaluation.records import Manifest, Record, ResultDirectory
 from megasao.rollout.episode import EpisodeRunner
 from megasao.rollout.service import failure_reason
+from megasao.storage.documents import read_object
 from megasao.trajectories.schema import Trajectory
 from megasao.transport.messages import Lease
 
@@ -194,10 +196,12 @@ def checkpoint_id(directory: Path) -> str:
 
     ValueError if it is no Hugging Face directory with safetensors.
     """
+    config = existing_file(directory)
+    read_object(config)
     files = sorted(directory.glob("*.safetensors"))
-    if not (directory / "config.json").is_file() or not files:
+    if not files:
         raise ValueError(f"{directory}: no Hugging Face checkpoint (config.json and *.safetensors)")
-    digest = sha256((directory / "config.json").read_bytes())
+    digest = sha256(config.read_bytes())
     for file in files:
         size = file.stat().st_size
         with file.open("rb") as tensors:

@@ -7,6 +7,7 @@ of attention, and the rules by which weights are loaded, exported, published, ch
 Invariants (tests assert them):
 
 - the rules of a family name every parameter of its Megatron model and every tensor of its checkpoint, exactly once;
+- they say the shape of each tensor as transformers makes it;
 - the published numbers of tensors and parameters come out of them.
 """
 
@@ -18,7 +19,7 @@ from megasao.families.rules import Rule
 
 __all__ = ["Family", "HfConfig", "Rule", "families", "family_of"]
 
-_SHARED = {"base", "facts", "names", "routing", "rules", "shrink"}
+_SHARED = {"base", "facts", "names", "routing", "rules", "shrink", "sizes"}
 
 
 def families() -> list[str]:

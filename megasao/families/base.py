@@ -1,7 +1,7 @@
 """What a family is made of."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megasao.families.facts import (
@@ -51,7 +51,8 @@ class Family:
         rope_types: supported kinds of rotary embedding.
         mtp: the rules of one multi-token-prediction layer, whose number counts on after the decoder's; None is a
             family without. Such tensors are carried from checkpoint to checkpoint and not trained.
-        mtp_copies: tensors of an MTP layer that some checkpoints repeat from the model; ``{L}`` is the layer.
+        mtp_copies: tensors of an MTP layer that some checkpoints repeat from the model, and the rule of what they
+            repeat; ``{L}`` is the layer.
     """
 
     megatron: Callable[[HfConfig], dict[str, Any]]
@@ -61,7 +62,7 @@ class Family:
     sizes: tuple[str, ...] = ()
     rope_types: tuple[str, ...] = ("default",)
     mtp: Callable[[HfConfig, int], tuple[Rule, ...]] | None = None
-    mtp_copies: tuple[str, ...] = ()
+    mtp_copies: Mapping[str, Rule] = field(default_factory=dict)
 
     def check(self, hf_config: HfConfig) -> None:
         """ValueError if config.json asks for something that is not supported, or lacks a size."""

@@ -9,9 +9,14 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
+def expert_key(hf_config: HfConfig) -> str:
+    """The field that says how many routed experts there are; the first of its spellings where none does."""
+    return next((key for key in EXPERT_KEYS if hf_config.get(key)), EXPERT_KEYS[0])
+
+
 def expert_count(hf_config: HfConfig) -> int:
     """Routed experts per MoE layer; 0 for a dense model."""
-    return next((int(hf_config[key]) for key in EXPERT_KEYS if hf_config.get(key)), 0)
+    return int(hf_config.get(expert_key(hf_config)) or 0)
 
 
 def is_moe_layer(hf_config: HfConfig, layer: int) -> bool:

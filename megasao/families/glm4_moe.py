@@ -9,9 +9,11 @@ from typing import Any
 from megasao.families.base import Family, HfConfig, feed_forward_kind
 from megasao.families.rules import (
     DENSE,
+    EMBEDDING,
     EXPERTS,
     GROUPED_ATTENTION,
     LAYER_NORMS,
+    LM_HEAD,
     QK_NORMS,
     QKV_BIAS,
     ROUTER_BIAS,
@@ -23,7 +25,10 @@ from megasao.families.rules import (
 MOE = (*EXPERTS, *ROUTER_BIAS, *SHARED_EXPERT)
 MOE_ALLOWED = {"norm_topk_prob": (True,)}
 MOE_SIZES = ("n_routed_experts", "n_shared_experts")
-MTP_COPIES = ("model.layers.{L}.embed_tokens.weight", "model.layers.{L}.shared_head.head.weight")
+MTP_COPIES = {
+    "model.layers.{L}.embed_tokens.weight": EMBEDDING,
+    "model.layers.{L}.shared_head.head.weight": LM_HEAD,
+}
 
 
 def sigmoid_router(hf_config: HfConfig) -> dict[str, Any]:

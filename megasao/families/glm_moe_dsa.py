@@ -10,27 +10,33 @@ from megasao.families.base import Family, HfConfig, feed_forward_kind
 from megasao.families.facts import indexer_layers, rope
 from megasao.families.glm4_moe import MOE, MOE_ALLOWED, MOE_SIZES, MTP_COPIES, sigmoid_router
 from megasao.families.rules import DENSE, LAYER_NORMS, H, M, Rule, mtp_layer
+from megasao.families.sizes import HEADS, HIDDEN, Size, field
+
+_NOPE, _ROPE, _VALUE = field("qk_nope_head_dim"), field("qk_rope_head_dim"), field("v_head_dim")
+_QUERY, _LATENT = field("q_lora_rank"), field("kv_lora_rank")
+_INDEXERS, _INDEX = field("index_n_heads"), field("index_head_dim")
 
 
-def _rule(megatron: str, hf: str, shard: int | None = None, *, fp8: bool = True) -> Rule:
-    return Rule(f"{M}self_attention.{megatron}", (f"{H}self_attn.{hf}",), shard=shard, fp8=fp8)
+def _rule(megatron: str, hf: str, *shape: Size, shard: int | None = None, fp8: bool = True) -> Rule:
+    return Rule(f"{M}self_attention.{megatron}", (f"{H}self_attn.{hf}",), (shape,), shard=shard, fp8=fp8)
 
 
 LATENT_ATTENTION = (
-    _rule("linear_q_down_proj.weight", "q_a_proj.weight"),
-    _rule("q_layernorm.weight", "q_a_layernorm.weight", fp8=False),
-    _rule("linear_q_up_proj.weight", "q_b_proj.weight", shard=0),
-    _rule("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight"),
-    _rule("kv_layernorm.weight", "kv_a_layernorm.weight", fp8=False),
-    _rule("linear_kv_up_proj.weight", "kv_b_proj.weight", shard=0),
-    _rule("linear_proj.weight", "o_proj.weight", shard=1),
+    _rule("linear_q_down_proj.weight", "q_a_proj.weight", _QUERY, HIDDEN),
+    _rule("q_layernorm.weight", "q_a_layernorm.weight", _QUERY, fp8=False),
+    _rule("linear_q_up_proj.weight", "q_b_proj.weight", HEADS * (_NOPE + _ROPE), _QUERY, shard=0),
+    _rule("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", _LATENT + _ROPE, HIDDEN),
+    _rule("kv_layernorm.weight", "kv_a_layernorm.weight", _LATENT, fp8=False),
+    _rule("linear_kv_up_proj.weight", "kv_b_proj.weight", HEADS * (_NOPE + _VALUE), _LATENT, shard=0),
+    _rule("linear_proj.weight", "o_proj.weight", HIDDEN, HEADS * _VALUE, shard=1),
 )
+_I = "core_attention.indexer."
 INDEXER = (
-    _rule("core_attention.indexer.linear_wq_b.weight", "indexer.wq_b.weight"),
-    _rule("core_attention.indexer.linear_wk.weight", "indexer.wk.weight"),
-    _rule("core_attention.indexer.k_norm.weight", "indexer.k_norm.weight", fp8=False),
-    _rule("core_attention.indexer.k_norm.bias", "indexer.k_norm.bias", fp8=False),
-    _rule("core_attention.indexer.linear_weights_proj.weight", "indexer.weights_proj.weight", fp8=False),
+    _rule(f"{_I}linear_wq_b.weight", "indexer.wq_b.weight", _INDEXERS * _INDEX, _QUERY),
+    _rule(f"{_I}linear_wk.weight", "indexer.wk.weight", _INDEX, HIDDEN),
+    _rule(f"{_I}k_norm.weight", "indexer.k_norm.weight", _INDEX, fp8=False),
+    _rule(f"{_I}k_norm.bias", "indexer.k_norm.bias", _INDEX, fp8=False),
+    _rule(f"{_I}linear_weights_proj.weight", "indexer.weights_proj.weight", _INDEXERS, HIDDEN, fp8=False),
 )
 
 

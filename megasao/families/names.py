@@ -1,12 +1,13 @@
-"""The names that a checkpoint of a model has, from its family's rules."""
+"""The names and shapes that the tensors of a checkpoint of a model have, from its family's rules."""
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from megasao.families import Rule, family_of
 from megasao.families.rules import LM_HEAD, VALUE_HEAD
+from megasao.families.sizes import Shape, dimensions, explanation
 
 Role = Literal["actor", "critic"]
 SCALE = "_scale_inv"
@@ -30,12 +31,16 @@ def carried_names(hf_config: dict[str, Any]) -> set[str]:
 
 def optional_names(hf_config: dict[str, Any]) -> set[str]:
     """Tensors that some checkpoints repeat inside those layers."""
+    return set(_copies(hf_config))
+
+
+def _copies(hf_config: dict[str, Any]) -> dict[str, Rule]:
     templates, first = family_of(hf_config).mtp_copies, hf_config["num_hidden_layers"]
     layers = {
         int(match[1]) for name in carried_names(hf_config) if (match := re.match(r"model\.layers\.(\d+)\.", name))
     }
     assert all(layer >= first for layer in layers)
-    return {template.replace("{L}", str(layer)) for template in templates for layer in layers}
+    return {template.replace("{L}", str(layer)): rule for template, rule in templates.items() for layer in layers}
 
 
 def value_head_names() -> set[str]:
@@ -75,6 +80,24 @@ def name_problem(hf_config: dict[str, Any], role: Role, found: set[str]) -> str 
         return f"lacks {len(missing)} tensor(s), first {missing[0]}{_nearest(missing[0], extra or found)}"
     if extra:
         return f"has {len(extra)} unknown tensor(s), first {extra[0]}{_nearest(extra[0], expected)}"
+    return None
+
+
+def shapes(hf_config: dict[str, Any]) -> dict[str, Shape]:
+    """The shape of every tensor that a checkpoint of the model may have, an actor's or a critic's, without scales."""
+    family = family_of(hf_config)
+    every = (*family.rules(hf_config, "actor"), LM_HEAD, *VALUE_HEAD, *family.mtp_rules(hf_config))
+    found = {name: shape for rule in every for name, shape in zip(rule.hf, rule.shapes, strict=True)}
+    return found | {name: rule.shapes[0] for name, rule in _copies(hf_config).items()}
+
+
+def shape_problem(hf_config: dict[str, Any], found: Mapping[str, tuple[int, ...]]) -> str | None:
+    """The first tensor of ``found`` whose shape is not what config.json says; None if all are. Others are left out."""
+    expected = shapes(hf_config)
+    for name, shape in found.items():
+        if name in expected and shape != (right := dimensions(expected[name], hf_config)):
+            why = explanation(expected[name], hf_config)
+            return f"has {name} of shape {shape}; expected {right} by its config.json: {why}"
     return None
 
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 
+from megasao.families.names import shape_problem
 from megasao.megatron import torch_dist
 from megasao.megatron.bridge.export import local_hf_tensors
 from megasao.megatron.bridge.load import check_shape, read_part
@@ -155,6 +156,7 @@ def load_model(model: MegatronModel, optimizer: Optimizer, directory: Path) -> N
         torch_dist.load(model, optimizer, directory, manifest)
         return
     files = TensorFiles(directory / name for name in manifest["parts"])
+    _check_shapes(files, model, directory)
     for local in local_parameters(model):
         weight = _read(files, "weight", local, model, directory)
         check_shape(local.parameter, weight, local.rule)
@@ -172,6 +174,15 @@ def _local_tensors(model: MegatronModel, optimizer: Optimizer) -> Iterator[tuple
     for kind, of in kinds.items():
         for name, tensor in local_hf_tensors(model, of):
             yield f"{kind}:{name}", tensor.cpu().clone()
+
+
+def _check_shapes(files: TensorFiles, model: MegatronModel, directory: Path) -> None:
+    """On every rank, before any of them waits for others."""
+    for kind in ("weight", *MOMENTS):
+        stored = (info for info in files.infos() if info.name.startswith(f"{kind}:"))
+        found = {info.name.removeprefix(f"{kind}:"): info.shape for info in stored}
+        if problem := shape_problem(model.hf_config, found):
+            raise ValueError(f"{directory} {problem}; it is a checkpoint of another model")
 
 
 def _read(files: TensorFiles, kind: str, local: LocalParameter, model: MegatronModel, directory: Path) -> Tensor:

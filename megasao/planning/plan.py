@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megasao.config import Config
-from megasao.config.architecture import read_architecture
+from megasao.config.architecture import planned_file, read_architecture
 from megasao.config.errors import ConfigError, Problem
 from megasao.config.model_check import layout_problems, of_critic, untrainable
 from megasao.conversion.blocks import scale_shape
@@ -114,16 +114,15 @@ def _stages(hf_config: dict[str, Any], config: Config, tensors: dict[Role, list[
 
 
 def _architecture(config: Config) -> dict[str, Any]:
-    file = Path(config.model.path) / "config.json"
-    if not file.is_file() and config.model.architecture is not None:
-        file = Path(config.model.architecture)
-    if not file.is_file():
-        reason = f"{file} is not there: planning needs the model's config.json, in model.path or here"
-        raise ConfigError(str(file), [Problem("model.architecture", reason)])
+    field = "model.path"
     try:
+        field, file = planned_file(Path(config.model.path), config.model.architecture)
+        if file is None:
+            raise ValueError(f"{config.model.path} does not exist")
         return read_architecture(file)
     except ValueError as error:
-        raise ConfigError(str(file), [Problem("model.architecture", str(error))]) from None
+        reason = f"{error}; planning needs the model's config.json, in model.path or as model.architecture"
+        raise ConfigError(config.model.path, [Problem(field, reason)]) from None
 
 
 def _sizes(hf_config: dict[str, Any], tensors: list[ModelTensor]) -> Sizes:

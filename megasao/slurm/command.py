@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from megasao.config import Config
-from megasao.config.architecture import read_architecture
+from megasao.config.architecture import planned_file, read_architecture
 from megasao.config.errors import ConfigError
 from megasao.config.model_check import layout_problems, of_critic, untrainable
 from megasao.config.rundir import RunDirectory
@@ -51,15 +51,14 @@ def describe(
 
 def _notes(config: Config) -> list[str]:
     """Why a job with this config would be refused, as far as config.json says."""
-    file = Path(config.model.path) / "config.json"
-    if not file.is_file() and config.model.architecture is not None:
-        file = Path(config.model.architecture)
-    if not file.is_file():
-        return [f"model.path: {config.model.path} has no config.json (yet), so the layout was not checked"]
+    field = "model.path"
     try:
+        field, file = planned_file(Path(config.model.path), config.model.architecture)
+        if file is None:
+            return [f"model.path: {config.model.path} is not there (yet), so the layout was not checked"]
         shape = read_architecture(file)
     except ValueError as error:
-        return [f"model.architecture: {error}"]
+        return [f"{field}: {error}"]
     if problems := [*layout_problems(config, shape), *of_critic(layout_problems, config, shape)]:
         raise ConfigError(str(file), problems)
     return [

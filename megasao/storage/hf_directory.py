@@ -1,8 +1,9 @@
 """The files of a Hugging Face checkpoint directory, beside and around its tensors."""
 
-import json
 import shutil
 from pathlib import Path
+
+from megasao.storage.documents import read_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -27,13 +28,15 @@ def read_index(path: Path) -> dict[str, str] | None:
     index = path / INDEX
     if not index.is_file():
         return None
-    try:
-        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if not all(isinstance(file, str) for file in places.values()):
-            raise ValueError("a tensor is in no file")
-        return dict(places)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} cannot be read: {type(error).__name__} {error}; copy it again") from None
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{index} has no weight_map, which says what tensor is in which file; copy it again")
+    for name, file in places.items():
+        if not isinstance(file, str) or not file:
+            raise ValueError(f"{index} says {file!r} for {name}; expected the name of a file; copy it again")
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ValueError(f"{index} has {name} in {file}, outside of its directory; copy both again")
+    return places
 
 
 def checkpoint_files(path: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megasao.storage.header import TensorInfo, make_header
 
-_BLOCK = 1 << 24
+_BLOCK = 1 << 22
 
 
 def file_bytes(infos: Sequence[TensorInfo]) -> int:
@@ -61,12 +61,12 @@ class TensorFileWriter:
 
 def checksum(file: Path, advance: Callable[[int], None] | None = None) -> int:
     """CRC-32 of a file; ``advance`` is told of bytes as they are read."""
-    value = 0
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            value = zlib.crc32(block, value)
+    value, block = 0, memoryview(bytearray(min(_BLOCK, file.stat().st_size)))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            value = zlib.crc32(block[:count], value)
             if advance is not None:
-                advance(len(block))
+                advance(count)
     return value
 
 

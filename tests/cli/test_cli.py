@@ -76,7 +76,7 @@ def test_a_user_error_is_one_clean_message_in_full_lines(tmp_path: Path) -> None
         (["check", str(LAPTOP), "observability.wandb_project=x"], "wandb is not installed"),
         (["check", str(LAPTOP), "model.transformer_impl=transformer_engine"], "transformer_engine is not installed"),
         (["check", str(LAPTOP), "buffer.max_bytes=1000"], "buffer.max_bytes: 1000 cannot hold one batch"),
-        (["train", str(LAPTOP), "model.path=absent"], "no config.json"),
+        (["train", str(LAPTOP), "model.path=absent"], "model.path = absent does not exist; give the directory of a"),
         (["train", str(LAPTOP), "critic.path=absent"], "critic.path: absent is no value model"),
         (
             ["pretrain-value", str(LAPTOP), str(PRETRAINING)],

@@ -110,7 +110,7 @@ def exchange_in_the_index(path: Path) -> None:
 WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated file": (truncate, "is truncated: it has"),
     "missing shard": (lambda path: first_file(path).unlink(), "is not a complete Hugging Face checkpoint: model-00001"),
-    "index is no JSON": (lambda path: (path / INDEX).write_text("{"), "cannot be read: JSONDecodeError"),
+    "index is no JSON": (lambda path: (path / INDEX).write_text("{"), f"{INDEX} is not valid JSON: "),
     "pointer": (
         lambda path: first_file(path).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
         "is only a pointer of Git LFS; fetch the file itself with `git lfs pull`",
@@ -118,17 +118,20 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "index of other files": (exchange_in_the_index, f"as {INDEX} says"),
     "index without a name": (
         lambda path: (path / INDEX).write_text('{"weight_map": {"a": null}}'),
-        "a tensor is in no file",
+        f"{INDEX} says None for a; expected the name of a file",
     ),
     "no index": (lambda path: (path / INDEX).unlink(), f"model.safetensors is missing, and so is {INDEX}"),
-    "index without files": (lambda path: (path / INDEX).write_text("{}"), "cannot be read: KeyError"),
+    "index without files": (lambda path: (path / INDEX).write_text("{}"), f"{INDEX} has no weight_map"),
     "no config": (lambda path: (path / "config.json").unlink(), "has no config.json"),
     "unknown family": (lambda path: change_config(path, model_type="gpt2"), "'gpt2' is not supported"),
     "another family": (
         lambda path: change_config(path, model_type="llama", num_experts=0),
         "lacks 9 tensor(s), first model.layers.0.mlp.down_proj.weight (nearest: ",
     ),
-    "another size": (lambda path: change_config(path, vocab_size=33), "vocab_size and hidden_size (33, 64)"),
+    "another size": (
+        lambda path: change_config(path, vocab_size=33),
+        "lm_head.weight of shape (32, 64); expected (33, 64)",
+    ),
     "more layers": (lambda path: change_config(path, num_hidden_layers=5), "lacks"),
     "another quantisation": (lambda path: change_config(path, quantization_config={"quant_method": "awq"}), "'awq'"),
     "quantisation is a word": (lambda path: change_config(path, quantization_config="fp8"), "quant_method = None"),
@@ -181,7 +184,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "weight in a row": (lambda path: change_tensors(path, flatten_a_weight), "only matrices have blocks"),
     "shape unlike the others": (
         lambda path: change_tensors(path, cut_a_norm),
-        "of shape (64,), but model.layers.",
+        "of shape (63,); expected (64,) by its config.json: (hidden_size), with hidden_size = 64",
     ),
 }
 

@@ -378,7 +378,7 @@ def test_a_pinned_data_set_comes_from_the_hubs_own_cache(place, tmp_path, monkey
 def test_checkpoints_are_told_apart(place, tmp_path):
     other = bigram_checkpoint(tmp_path / "other", {**BIGRAMS, "1": "5"})
     assert checkpoint_id(place / "model") == checkpoint_id(place / "model") != checkpoint_id(other)
-    with pytest.raises(ValueError, match="no Hugging Face checkpoint"):
+    with pytest.raises(ValueError, match="not a Hugging Face checkpoint"):
         checkpoint_id(tmp_path)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megasao.storage.model_parts import write_sum
 from tests.megatron.tiny import read, write_tiny_checkpoint
 from tests.megatron.world import run_world
 
@@ -70,6 +71,14 @@ def test_initial_values_are_the_bias_at_any_temperature(checkpoint: Path) -> Non
     assert values == [0.0, 0.5, 0.5, 0.0, 0.5]
 
 
+def other_groups(tensors: dict[str, torch.Tensor]) -> None:
+    """One group with six queries for two with two, in every layer: merged, it has the shape that the model has."""
+    rows = {"q": 96, "k": 16, "v": 16}
+    for name in tensors:
+        if (part := name.removesuffix("_proj.weight")[-1]) in rows and "self_attn" in name:
+            tensors[name] = torch.ones(rows[part], 64)
+
+
 def test_bad_checkpoints_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
     def variant(name: str, change: Any) -> str:
         directory = tmp_path / name
@@ -85,6 +94,7 @@ def test_bad_checkpoints_are_refused_by_name(checkpoint: Path, tmp_path: Path) -
         variant("renamed", lambda tensors: tensors.update({norm + "s": tensors.pop(norm)})),
         variant("extra", lambda tensors: tensors.update({gate.replace("3", "8"): tensors[gate].clone()})),
         variant("shape", lambda tensors: tensors.update({gate: tensors[gate][:, 1:].contiguous()})),
+        variant("groups", other_groups),
     ]
     (tmp_path / "empty").mkdir()
     shutil.copy(checkpoint / "config.json", tmp_path / "empty")
@@ -97,11 +107,12 @@ def test_bad_checkpoints_are_refused_by_name(checkpoint: Path, tmp_path: Path) -
     paths.append(str(scaled))
     payload = {"path": str(checkpoint), "paths": paths}
     [messages] = run_world(1, "tests.megatron.cases:load_errors", payload)
-    missing, renamed, extra, shape, empty, absent, rope = messages
+    missing, renamed, extra, shape, groups, empty, absent, rope = messages
     assert norm in missing
     assert f"{norm} (nearest: {norm}s)" in renamed
     assert "experts.8.gate_proj.weight (nearest: " in extra
-    assert f"{gate} (48, 63)" in shape
+    assert f"{gate} of shape (48, 63); expected (48, 64) by its config.json: (moe_intermediate_size, " in shape
+    assert "layers.0.self_attn.k_proj.weight of shape (16, 64); expected (32, 64) by its config.json" in groups
     assert "model.safetensors is missing" in empty
     assert "no config.json" in absent
     assert "yarn" in rope
@@ -156,16 +167,21 @@ def test_incomplete_training_checkpoints_are_refused(checkpoint: Path, tmp_path:
     saved = tmp_path / "saved"
     payload = {"path": str(checkpoint), "role": "critic", "directory": str(saved), "steps": 1, "more": 0}
     run_world(1, "tests.megatron.cases:save_trained", payload)
-    for name in ("unfinished", "partial", "foreign"):
+    for name in ("unfinished", "partial", "foreign", "groups"):
         shutil.copytree(saved, tmp_path / name)
     (tmp_path / "unfinished" / "manifest.json").unlink()
     (tmp_path / "partial" / "part-00000.safetensors").unlink()
     manifest = json.loads((saved / "manifest.json").read_text())
     (tmp_path / "foreign" / "manifest.json").write_text(json.dumps(manifest | {"role": "actor"}))
-    directories = [str(tmp_path / name) for name in ("unfinished", "partial", "foreign")]
+    tensors = load_file(tmp_path / "groups" / "part-00000.safetensors")
+    other_groups(tensors)
+    save_file(tensors, tmp_path / "groups" / "part-00000.safetensors")
+    write_sum(tmp_path / "groups" / "part-00000.safetensors")
+    directories = [str(tmp_path / name) for name in ("unfinished", "partial", "foreign", "groups")]
     payload = {"path": str(checkpoint), "role": "critic", "directories": directories}
     [messages] = run_world(1, "tests.megatron.cases:load_checkpoint_errors", payload)
-    unfinished, partial, foreign = messages
+    unfinished, partial, foreign, groups = messages
     assert "no manifest.json" in unfinished
     assert "part-00000.safetensors is missing" in partial
     assert "checkpoint of the actor, not of the critic" in foreign
+    assert "layers.0.self_attn.k_proj.weight of shape (16, 64); expected (32, 64) by its config.json" in groups

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megasao.families import Rule
-from megasao.families.names import name_problem
+from megasao.families.names import name_problem, shape_problem
 from megasao.megatron.bridge.local import LocalParameter, local_parameters
 from megasao.megatron.bridge.parts import merge
 from megasao.megatron.bridge.table import VALUE_HEAD
@@ -25,7 +25,7 @@ def load_hf(model: "MegatronModel", path: Path) -> None:
         ValueError: a tensor is missing, left over, or has another shape; the message names it and the nearest name.
     """
     files = TensorFiles(checkpoint_files(path))
-    check_names(model, files.names(), path)
+    check_tensors(model, files, path)
     for local in local_parameters(model):
         if local.rule in VALUE_HEAD:
             continue
@@ -47,9 +47,11 @@ def read_part(files: TensorFiles, name: str, local: LocalParameter) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, 0, 0, missing)) if missing else tensor
 
 
-def check_names(model: "MegatronModel", found: set[str], path: Path) -> None:
-    """Refuse a checkpoint whose tensors are not exactly those of the model (:func:`name_problem`)."""
-    if (problem := name_problem(model.hf_config, model.role, found)) is not None:
+def check_tensors(model: "MegatronModel", files: TensorFiles, path: Path) -> None:
+    """Refuse a checkpoint whose tensors are not exactly those of the model, or whose shapes are others."""
+    shapes = {info.name: info.shape for info in files.infos()}
+    problem = name_problem(model.hf_config, model.role, files.names()) or shape_problem(model.hf_config, shapes)
+    if problem is not None:
         raise ValueError(f"{path} {problem}")
 
 
