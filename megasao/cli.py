@@ -452,12 +452,19 @@ def _open_run(path: Path) -> "tuple[RunDirectory, Config]":
 
 
 def _begin_role(path: Path) -> "tuple[RunDirectory, Config]":
-    """The run of a role, whose log lines go to standard error (the launcher keeps it in a file)."""
+    """The run of a role, whose log lines go to standard error (the launcher keeps it in a file).
+
+    What processes that were killed have left on this node, of whatever run, is removed first.
+    """
     import logging
+
+    from megasao.weights.ownership import clear_abandoned
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("megasao").setLevel(logging.INFO)
-    return _open_run(path)
+    run, config = _open_run(path)
+    clear_abandoned(Path(config.weights.node_directory))
+    return run, config
 
 
 def _launch(config_file: Path, overrides: list[str] | None, *, resume: bool, last: Stage) -> None:

@@ -2,10 +2,8 @@
 
 import json
 import os
-import shutil
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -163,13 +161,6 @@ class RunDirectory:
     def node_weights(self, config: Config, name: str) -> Path:
         """Where each node of the SGLang server ``name`` keeps weights itself; no other run has this directory."""
         return Path(config.weights.node_directory) / self._own_name(config) / name
-
-    def clear_node_weights(self, config: Config, name: str) -> None:
-        """Remove them from this node, and the run's own directory around them once no other server has any."""
-        path = self.node_weights(config, name)
-        shutil.rmtree(path, ignore_errors=True)
-        with suppress(OSError):
-            path.parent.rmdir()
 
     def node_marker(self, role: str) -> Path:
         """Which versions the node of ``role`` has there."""
