@@ -74,6 +74,10 @@ def check(
     typer.echo(f"{config_file} is valid.")
     if not model_there:
         typer.echo(f"note: model.path = {config.model.path} has no config.json yet, so the model was not checked")
+    from megasao.config.unread import unread_settings
+
+    for setting in unread_settings(config):
+        typer.echo(f"note: {setting.path} is set, and nothing reads it here: {setting.reason}")
 
 
 @app.command()

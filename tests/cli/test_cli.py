@@ -39,6 +39,14 @@ def test_check_accepts_the_shipped_config() -> None:
     assert "is valid" in result.stdout
 
 
+def test_check_notes_what_is_set_and_not_read() -> None:
+    result = megasao("check", LAPTOP, "critic.timeout_s=60", "rollout.sglang.servers=2")
+    notes = [line for line in result.stdout.splitlines() if "nothing reads it here" in line]
+    assert result.returncode == 0 and len(notes) == 2, result.stderr
+    assert notes[0].startswith("note: critic.timeout_s is set") and notes[1].startswith("note: rollout.sglang.servers")
+    assert "nothing reads" not in megasao("check", LAPTOP).stdout
+
+
 def test_check_of_a_cluster_config_needs_no_sglang_here() -> None:
     elsewhere = "rollout.sglang.python=/nowhere/python"
     result = megasao("check", LAPTOP.with_name("qwen3_30b_a3b.yaml"), elsewhere)
