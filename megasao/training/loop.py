@@ -194,7 +194,7 @@ class Trainer:
         every = self.config.evaluation.every
         due = first or final or (every > 0 and self.progress.version > 0 and self.progress.version % every == 0)
         if due and self.topology.rank == 0:
-            request = EvaluateRequest(step=self.progress.step, version=self.progress.version, final=final)
+            request = EvaluateRequest(step=self.progress.step, version=self.progress.version)
             ask(self.client, request, Status)
 
     def checkpoint_when_due(self, *, final: bool = False) -> None:
