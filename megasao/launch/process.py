@@ -53,7 +53,8 @@ class Guardian:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it was killed, and has not read the last lines
+            self._process.stdin.close()
         self._process.wait(timeout=10)
 
     def watch(self, group: int) -> None:

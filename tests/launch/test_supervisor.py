@@ -298,6 +298,29 @@ def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals) -> No
     assert stage.reports == ["stopping every role; once more to kill them at once"]
 
 
+def test_a_run_that_was_started_with_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    flag = tmp_path / "flag"
+    main = stage.unit("main", f"import os, time\nwhile not os.path.exists({str(flag)!r}): time.sleep(0.02)")
+    stage.actions = [(lambda: True, lambda: (os.kill(os.getpid(), signal.SIGHUP), flag.touch()))]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert stage.run(main) == "finished"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_ends_as_it_should_though_its_guardian_was_killed(tmp_path: Path) -> None:
+    with Guardian() as guardian:
+        os.kill(guardian._process.pid, signal.SIGKILL)
+        guardian._process.wait()
+        role = Role("role", [sys.executable, "-S", "-c", "pass"], tmp_path / "role.log")
+        process = process_module.RoleProcess(role, guardian)
+        wait_for(lambda: process.poll() is not None, "the role")
+    assert process.code == 0
+
+
 def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     stage = Stage(tmp_path, stop_timeout_s=600.0)
     main = stage.unit("main", STUBBORN)
