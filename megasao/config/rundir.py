@@ -17,11 +17,15 @@ CHANGE_WAIT_S = 30.0
 def write_atomically(path: Path, text: str) -> None:
     """Replace ``path`` by ``text`` so that a reader, or a crash, sees the old or the new file and nothing between."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def engine_names(config: Config, worker: int) -> tuple[list[str], str]:
