@@ -155,8 +155,8 @@ class LocalRun:
 
 
 def report(log: Path, text: str) -> None:
-    """Say something on the terminal, if that is still there, and keep it."""
-    with log.open("a", encoding="utf-8") as file:
+    """Say something on the terminal, if that is still there, and keep it, if the disk has room."""
+    with suppress(OSError), log.open("a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
     with suppress(OSError):
         print(f"launcher: {text}", flush=True)
