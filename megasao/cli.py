@@ -485,7 +485,7 @@ def _launch(config_file: Path, overrides: list[str] | None, *, resume: bool, las
             f"{config_file} has no section value_pretraining, so there is nothing to pretrain on; add "
             "configs/stages/value_pretraining.yaml and value_pretraining.trajectories=[runs/EARLIER]"
         )
-    again = shlex.join(["megasao", "train", str(config_file), *(overrides or []), "--resume"])
+    again, onward = (_resuming(stage, config_file, overrides) for stage in (last, Stage.rl))
     try:
         outcome, directory = launch(config, resume=resume, last=last.value)
     except RoleFailed as failure:
@@ -495,12 +495,18 @@ def _launch(config_file: Path, overrides: list[str] | None, *, resume: bool, las
         _complain(f"interrupted; everything is stopped. Continue with: {again}")
         raise typer.Exit(INTERRUPTED)
     if last is Stage.sft:
-        typer.echo(f"fine-tuned checkpoint: {directory.sft}\ncontinue with: {again}")
+        typer.echo(f"fine-tuned checkpoint: {directory.sft}\ncontinue with: {onward}")
         return
     if last is Stage.value:
-        typer.echo(f"{_value_result(directory)}\nvalue model: {directory.value}\ncontinue with: {again}")
+        typer.echo(f"{_value_result(directory)}\nvalue model: {directory.value}\ncontinue with: {onward}")
         return
     _show_results(directory)
+
+
+def _resuming(last: Stage, config_file: Path, overrides: list[str] | None) -> str:
+    """The command that goes on with a run up to the stage ``last``."""
+    command = {Stage.sft: "sft", Stage.value: "pretrain-value", Stage.rl: "train"}[last]
+    return shlex.join(["megasao", command, str(config_file), *(overrides or []), "--resume"])
 
 
 def _show_results(directory: "RunDirectory") -> None:
