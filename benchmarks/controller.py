@@ -146,7 +146,6 @@ def through_controller(directory: Path, messages: list[list[Trajectory]]) -> tup
             connect_dealer(context, address, identity=b"trainer", high_water_mark=10) as trainer,
             connect_dealer(context, address, identity=b"rollout-0", high_water_mark=10_000) as worker,
         ):
-            trainer.send_multipart(encode(Hello("trainer", "trainer")))
             trainer.send_multipart(encode(BatchRequest(0, 0)))
             receive(trainer)
             return lease_and_send(worker, messages)
@@ -154,7 +153,7 @@ def through_controller(directory: Path, messages: list[list[Trajectory]]) -> tup
 
 def lease_and_send(socket: "zmq.Socket[bytes]", messages: list[list[Trajectory]]) -> tuple[float, int]:
     """Take as many leases as there are rows, then stream the rows."""
-    socket.send_multipart(encode(Hello("rollout-0", "rollout")))
+    socket.send_multipart(encode(Hello("rollout-0")))
     socket.send_multipart(encode(Credit(sum(map(len, messages)), 0, 0)))
     leases: list[Lease] = []
     while len(leases) < sum(map(len, messages)):

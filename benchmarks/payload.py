@@ -59,7 +59,7 @@ class Worker:
         self.service = PayloadService(self.journal, "127.0.0.1") if self.journal is not None else None
         self.socket = connect_dealer(context, address, identity=name.encode(), high_water_mark=1000)
         self.socket.send_multipart(
-            encode(Hello(name, "rollout", payload=self.service.address if self.service is not None else ""))
+            encode(Hello(name, payload=self.service.address if self.service is not None else ""))
         )
 
     def leases(self, count: int) -> list[Lease]:

@@ -147,7 +147,7 @@ async def lease_out(router: zmq.asyncio.Socket, episodes: int) -> float:
         message, _ = decode(frames, FromWorker)
         answer: Any = None
         if isinstance(message, Hello | Heartbeat):
-            answer = Welcome("benchmark", [], "benchmark")
+            answer = Welcome([], "benchmark")
         elif isinstance(message, Credit) and granted < episodes and message.free:
             start = start or time.perf_counter()
             numbers = range(granted, min(granted + message.free, episodes))

@@ -74,6 +74,10 @@ def check(
     typer.echo(f"{config_file} is valid.")
     if not model_there:
         typer.echo(f"note: model.path = {config.model.path} is not there yet, so the model was not checked")
+    from megasao.config.unread import unread_settings
+
+    for setting in unread_settings(config):
+        typer.echo(f"note: {setting.path} is set, and nothing reads it here: {setting.reason}")
 
 
 @app.command()
@@ -459,12 +463,19 @@ def _open_run(path: Path) -> "tuple[RunDirectory, Config]":
 
 
 def _begin_role(path: Path) -> "tuple[RunDirectory, Config]":
-    """The run of a role, whose log lines go to standard error (the launcher keeps it in a file)."""
+    """The run of a role, whose log lines go to standard error (the launcher keeps it in a file).
+
+    What processes that were killed have left on this node, of whatever run, is removed first.
+    """
     import logging
+
+    from megasao.weights.ownership import clear_abandoned
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("megasao").setLevel(logging.INFO)
-    return _open_run(path)
+    run, config = _open_run(path)
+    clear_abandoned(Path(config.weights.node_directory))
+    return run, config
 
 
 def _launch(config_file: Path, overrides: list[str] | None, *, resume: bool, last: Stage) -> None:
@@ -481,7 +492,7 @@ def _launch(config_file: Path, overrides: list[str] | None, *, resume: bool, las
             f"{config_file} has no section value_pretraining, so there is nothing to pretrain on; add "
             "configs/stages/value_pretraining.yaml and value_pretraining.trajectories=[runs/EARLIER]"
         )
-    again = shlex.join(["megasao", "train", str(config_file), *(overrides or []), "--resume"])
+    again, onward = (_resuming(stage, config_file, overrides) for stage in (last, Stage.rl))
     try:
         outcome, directory = launch(config, resume=resume, last=last.value)
     except RoleFailed as failure:
@@ -491,12 +502,18 @@ def _launch(config_file: Path, overrides: list[str] | None, *, resume: bool, las
         _complain(f"interrupted; everything is stopped. Continue with: {again}")
         raise typer.Exit(INTERRUPTED)
     if last is Stage.sft:
-        typer.echo(f"fine-tuned checkpoint: {directory.sft}\ncontinue with: {again}")
+        typer.echo(f"fine-tuned checkpoint: {directory.sft}\ncontinue with: {onward}")
         return
     if last is Stage.value:
-        typer.echo(f"{_value_result(directory)}\nvalue model: {directory.value}\ncontinue with: {again}")
+        typer.echo(f"{_value_result(directory)}\nvalue model: {directory.value}\ncontinue with: {onward}")
         return
     _show_results(directory)
+
+
+def _resuming(last: Stage, config_file: Path, overrides: list[str] | None) -> str:
+    """The command that goes on with a run up to the stage ``last``."""
+    command = {Stage.sft: "sft", Stage.value: "pretrain-value", Stage.rl: "train"}[last]
+    return shlex.join(["megasao", command, str(config_file), *(overrides or []), "--resume"])
 
 
 def _show_results(directory: "RunDirectory") -> None:

@@ -214,6 +214,9 @@ def weights(config: "Config") -> Iterator[Problem]:
     if asked != default and config.weight_transport != "distributed":
         reason = f"has no reader while weights travel by {config.weight_transport}; leave it"
         yield Problem("weights.node_directory", reason)
+    elif asked != default and config.rollout.engine != "sglang":
+        reason = f"has no reader while rollout.engine = {config.rollout.engine}, whose workers keep them in memory"
+        yield Problem("weights.node_directory", f"{reason}; leave it")
     elif not asked.startswith("/"):
         yield Problem("weights.node_directory", f"expected an absolute path, got {asked!r}")
     if config.weight_transport == "embedded" and config.rollout.engine != "embedded":

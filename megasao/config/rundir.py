@@ -2,10 +2,8 @@
 
 import json
 import os
-import shutil
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -19,11 +17,15 @@ CHANGE_WAIT_S = 30.0
 def write_atomically(path: Path, text: str) -> None:
     """Replace ``path`` by ``text`` so that a reader, or a crash, sees the old or the new file and nothing between."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def engine_names(config: Config, worker: int) -> tuple[list[str], str]:
@@ -163,13 +165,6 @@ class RunDirectory:
     def node_weights(self, config: Config, name: str) -> Path:
         """Where each node of the SGLang server ``name`` keeps weights itself; no other run has this directory."""
         return Path(config.weights.node_directory) / self._own_name(config) / name
-
-    def clear_node_weights(self, config: Config, name: str) -> None:
-        """Remove them from this node, and the run's own directory around them once no other server has any."""
-        path = self.node_weights(config, name)
-        shutil.rmtree(path, ignore_errors=True)
-        with suppress(OSError):
-            path.parent.rmdir()
 
     def node_marker(self, role: str) -> Path:
         """Which versions the node of ``role`` has there."""

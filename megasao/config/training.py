@@ -33,7 +33,8 @@ class ActorConfig(Section):
     router_replay: bool = Field(
         False,
         description="Send every token to the experts that the engine sent it to (R3, mixtures of experts only): the "
-        "engine records them, about 1 kB a token for GLM-5.2.",
+        "engine records them, about 1 kB a token for GLM-5.2. Best with engines that keep their cache when new weights "
+        "come (rollout.embedded.kv_after_update = keep, rollout.sglang.pause = in_place).",
     )
 
 

@@ -168,7 +168,7 @@ class ControllerServer:
         self.state.count("received_bytes", sum(map(len, frames)))
         if isinstance(message, FromServer):
             self._from_server(identity, message, now)
-        elif isinstance(message, FromTrainer) and not isinstance(message, Hello):
+        elif isinstance(message, FromTrainer):
             self._from_trainer(identity, message, now)
         else:
             self._from_worker(identity, message, payload, now)
@@ -177,11 +177,9 @@ class ControllerServer:
         if self._finish is not None:
             self._answer(peer, Stop(self._finish.reason))
         match message:
-            case Hello(role="rollout"):
+            case Hello():
                 unknown = self.state.hello(peer, message.peer, message.active_leases, now, message.payload)
                 self._answer(peer, self._welcome(unknown, peer, now))
-            case Hello():
-                self._answer(peer, self._welcome([], peer, now))
             case Credit():
                 if not self.state.credit(peer, message.free, message.weight_version, now, message.evaluation_free):
                     self._answer(peer, Refused(SAY_HELLO))
@@ -281,7 +279,7 @@ class ControllerServer:
         worker = peer.decode(errors="replace")
         servers, leaving = self._servers.of(worker, now), self._servers.leaving(worker)
         incarnation = f"{self._incarnation}.{self.state.workers.losses(peer)}"
-        return Welcome(self._config.run.name, unknown, incarnation, servers, leaving)
+        return Welcome(unknown, incarnation, servers, leaving)
 
     # make durable, answer
 

@@ -2,30 +2,26 @@
 
 Invariants:
 - what a decision needs to be durable is in ``take_records``, to be written before any answer of it leaves;
-- before the trainer's first batch request no training lease is given;
-- sync mode: training leases exist only for a step that the trainer waits for, exactly as many as it still needs;
 - a trajectory is accepted once per rollout, whoever sends it and however late;
-- a lease reserves room for its whole group, so that a group that was begun can always be completed;
 - each training lease, counted in ``leased``, ends in one of the counters ``accepted/`` (without ``late`` ones, whose
   lease had ended before), ``failures/``, ``returned/`` and ``superseded`` (by a late one), or is still out.
 """
 
-import heapq
 import time as wall
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megasao.config import Config
 from megasao.controller.admission import Admission
 from megasao.controller.batches import BatchBook
 from megasao.controller.evaluations import EvaluationBook, problem_with
+from megasao.controller.granting import OWN_MODES, Demand, Granting
 from megasao.controller.groups import GroupBook
 from megasao.controller.hosts import HostBook
 from megasao.controller.leases import TRAIN, Held, Key, LeaseBook, granted_version, parse_lease_id
 from megasao.controller.lessor import Lessor
 from megasao.controller.prompts import PromptSource
-from megasao.controller.workers import Worker, WorkerBook
+from megasao.controller.workers import WorkerBook
 from megasao.environments.base import Environment
 from megasao.environments.benchmarks.background import BackgroundBenchmark
 from megasao.trajectories.buffer import Summary
@@ -33,26 +29,6 @@ from megasao.trajectories.ledger import Batch, Dropped, EvaluationStarted, Faile
 from megasao.transport.messages import EvaluationResult, Lease, Manifest, ManifestEntry, Waiting
 
 DUPLICATE = "duplicate"
-OWN_MODES = {"greedy": 0.0, "sampled": 1.0}
-"""Evaluations on the environment's own problems, with their temperatures; the others are benchmarks."""
-
-
-@dataclass
-class TrainingRoom:
-    """Leases that may be given: ``lacking`` rollouts of ``begun`` groups, and ``new_groups`` whole ones."""
-
-    begun: set[str]
-    lacking: int
-    new_groups: int
-
-    def take(self, group: str, size: int) -> None:
-        """A rollout of ``group`` is leased."""
-        if group in self.begun:
-            self.lacking -= 1
-        else:
-            self.begun.add(group)
-            self.new_groups -= 1
-            self.lacking += size - 1
 
 
 class ControllerState:
@@ -93,6 +69,17 @@ class ControllerState:
         self.admission = Admission.from_config(config)
         self.counters: dict[str, float] = {}
         self._lessor = Lessor(config, environment, self.leases, self.groups, self._benchmarks)
+        self._granting = Granting(
+            config,
+            self._lessor,
+            admission=self.admission,
+            workers=self.workers,
+            leases=self.leases,
+            prompts=self.prompts,
+            groups=self.groups,
+            batches=self.batches,
+            evaluations=self.evaluations,
+        )
         self._wall_clock = wall_clock
         self._training = False
         self._wanted: int | None = None
@@ -318,76 +305,19 @@ class ControllerState:
             self._lose_payload(self.hosts.give_up(now))
 
     def grant(self, now: float) -> dict[bytes, list[Lease]]:
-        """New leases by worker, spread over the workers with room: evaluations, which take no room of training, then
-        training."""
-        granted: dict[bytes, list[Lease]] = {}
-        room = self._training_room()
-        self._spread(granted, now, training=False, next_lease=lambda peer: self._next_evaluation())
-        self._spread(granted, now, training=True, next_lease=lambda peer: self._next_training(peer, room, now))
+        """New leases by worker; see :class:`Granting`."""
+        granted = self._granting.grant(self._demand(), now, self._records)
+        for lease in (lease for leases in granted.values() for lease in leases):
+            self.count("leased", lease.evaluation_id is None)
         return granted
-
-    def _spread(
-        self,
-        granted: dict[bytes, list[Lease]],
-        now: float,
-        *,
-        training: bool,
-        next_lease: Callable[[bytes], Lease | None],
-    ) -> None:
-        """One lease after another, each to the worker with the most room, until there is none or no room."""
-        free = [(peer, self._room(peer, training=training)) for peer in self.workers.peers]
-        rooms = [(-room, order, peer) for order, (peer, room) in enumerate(free) if room]
-        heapq.heapify(rooms)
-        while rooms:
-            taken, order, peer = heapq.heappop(rooms)
-            lease = next_lease(peer)
-            if lease is None:
-                return
-            self._give(lease, peer, now)
-            granted.setdefault(peer, []).append(lease)
-            if taken + 1 < 0:
-                heapq.heappush(rooms, (taken + 1, order, peer))
 
     def training_room(self) -> int:
         """How many more training leases may be given now: what begun groups still lack, and whole new groups."""
-        room = self._training_room()
+        room = self._granting.training_room(self._demand())
         return room.lacking + room.new_groups * self.groups.size
 
-    def _training_room(self) -> "TrainingRoom":
-        if not self._training:
-            return TrainingRoom(set(), 0, 0)
-        begun = self._begun_groups()
-        lacking = sum(self.groups.expected(group) - number for group, number in begun.items())
-        leased = self.leases.training + lacking
-        waiting, nbytes = len(self.batches.buffer), self.batches.buffer.nbytes
-        room = self.admission.room(waiting=waiting, waiting_bytes=nbytes, leased=leased) // self.groups.size
-        return TrainingRoom(set(begun), lacking, max(0, min(room, self._groups_needed() - len(begun))))
-
-    def _begun_groups(self) -> dict[str, int]:
-        """How many trajectories of each group wait or are on lease."""
-        begun: dict[str, int] = {}
-        for summary in self.batches.buffer.waiting():
-            begun[summary.group_id] = begun.get(summary.group_id, 0) + 1
-        for held in self.leases.all():
-            if held.key.is_training:
-                group = self.groups.name(held.key.index)
-                begun[group] = begun.get(group, 0) + 1
-        return begun
-
-    def _groups_needed(self) -> int:
-        """How many groups may be under way: for the step that is waited for, or for all that is left of the run.
-
-        What is begun while the trainer is at work will be stale for its next step: no more of it than may be used.
-        """
-        loop = self.config.loop
-        a_batch = loop.batch_size // self.groups.size
-        wanted = a_batch if self._wanted is not None else 0
-        if loop.mode == "sync":
-            return wanted
-        left = (loop.steps - self.batches.next_step + self.batches.dissolved) * a_batch
-        if loop.max_stale_share < 1:
-            left = min(left, wanted + self.batches.most_stale // self.groups.size)
-        return left
+    def _demand(self) -> Demand:
+        return Demand(self.version, begun=self._training, waits=self._wanted is not None)
 
     # numbers
 
@@ -453,67 +383,6 @@ class ControllerState:
             if held.min_version > version:
                 self._recalled.setdefault(held.peer, []).append(held.lease_id)
                 self._end(held.lease_id, "returned/trainer_went_back")
-
-    def _room(self, peer: bytes, *, training: bool) -> int:
-        worker = self.workers.get(peer)
-        if worker is None:
-            return 0
-        free = worker.free if training else worker.evaluation_free
-        most = self.config.rollout.concurrency if training else self.config.evaluation.concurrency
-        return max(0, min(free, most - self.leases.count(peer, training=training)))
-
-    def _next_evaluation(self) -> Lease | None:
-        problem = self.evaluations.take(self.version)
-        if problem is None:
-            return None
-        evaluation, index = problem
-        temperature = OWN_MODES.get(evaluation.asked.mode, self.config.benchmarks.temperature)
-        return self._lessor.make(Key(evaluation.asked.evaluation_id, index), temperature, evaluation.asked.version)
-
-    def _next_training(self, peer: bytes, room: "TrainingRoom", now: float) -> Lease | None:
-        rollout = self._next_rollout(room, now) if self.version is not None else None
-        if rollout is None or self.version is None:
-            return None
-        key = Key(TRAIN, rollout)
-        return self._lessor.make(key, self.config.rollout.temperature, self._oldest_to_begin_with(peer, self.version))
-
-    def _oldest_to_begin_with(self, peer: bytes, version: int) -> int:
-        """The weights that a new episode must not be older than, the trainer's being ``version``.
-
-        If the trajectory will not say what it began with, staleness counts from here: the newest that are safe to ask
-        for without holding the worker up, those it has reported.
-        """
-        loop = self.config.loop
-        # With a bound on the share of stale ones, a lease given to stale weights would waste room for fresh ones.
-        lag = loop.max_lag if loop.mode == "async" and loop.max_stale_share == 1 else 0
-        worker = self.workers.get(peer)
-        reported = worker.weight_version if worker is not None and not self.config.wants_versions else 0
-        return max(0, version - lag, min(reported, version))
-
-    def _next_rollout(self, room: "TrainingRoom", now: float) -> int | None:
-        """The next one of a begun group, or the first one of a new group if there is room for all of it."""
-        if room.lacking + room.new_groups == 0:
-            return None
-        index = self.prompts.take(
-            now,
-            self._records,
-            begun=lambda index: self.groups.name(index) in room.begun,
-            may_begin=room.new_groups > 0,
-        )
-        if index is not None:
-            room.take(self.groups.name(index), self.groups.expected(self.groups.name(index)))
-        return index
-
-    def _give(self, lease: Lease, peer: bytes, now: float) -> None:
-        key = parse_lease_id(lease.lease_id)
-        assert key is not None
-        expires = now + self.config.buffer.lease_timeout_s
-        self.leases.put(Held(lease.lease_id, key, peer, expires, lease.min_version, lease.prompt_id))
-        worker = self.workers.get(peer)
-        assert isinstance(worker, Worker)
-        self.count("leased", key.is_training)
-        worker.free -= key.is_training
-        worker.evaluation_free -= not key.is_training
 
     def _claim(self, lease_id: str, peer: bytes, now: float) -> bool:
         """A worker says it works on this lease; whether its result is still wanted."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -154,10 +155,11 @@ class LocalRun:
 
 
 def report(log: Path, text: str) -> None:
-    """Say something on the terminal, and keep it."""
-    with log.open("a", encoding="utf-8") as file:
+    """Say something on the terminal, if that is still there, and keep it, if the disk has room."""
+    with suppress(OSError), log.open("a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-    print(f"launcher: {text}", flush=True)
+    with suppress(OSError):
+        print(f"launcher: {text}", flush=True)
 
 
 def every(seconds: float, action: Callable[[dict[str, int]], None]) -> Callable[[dict[str, int]], None]:

@@ -56,8 +56,8 @@ def prepared_run(
         _refuse_wrong_start(run, resume)
         if resume:
             refuse_unsafe_changes(load_config(run.config), config)
+        write_atomically(run.config, dump_config(config))  # before all else: with it a run can be resumed
         run.create()
-        write_atomically(run.config, dump_config(config))
         if config.transport.curve:
             make_run_keys(run.keys)
         if config.rollout.engine == "sglang":

@@ -2,6 +2,7 @@
 
 Invariants:
 - a role, and whatever it started, is gone once ``poll`` reported its exit, and soon after its launcher's death;
+- ending a role is bounded, also where the kernel or a debugger holds it back;
 - an interrupt from the terminal reaches the launcher only.
 """
 
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+KILLED_WITHIN_S = 30.0
+"""How long a role that was sent SIGKILL is waited for. One in a debugger, or in a call to a device, may take longer."""
 _TAIL_BYTES = 64 * 1024
 
 
@@ -53,8 +56,12 @@ class Guardian:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=10)
+        with contextlib.suppress(BrokenPipeError):  # it was killed, and has not read the last lines
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
 
     def watch(self, group: int) -> None:
         """``group`` lives: kill it if the launcher dies."""
@@ -116,7 +123,10 @@ class RoleProcess:
         """
         if self.role.heartbeat is None:
             return 0.0
-        beat = self.role.heartbeat.stat().st_mtime if self.role.heartbeat.exists() else -1.0
+        try:
+            beat = self.role.heartbeat.stat().st_mtime
+        except OSError:  # not there yet; or a file system that fails for a moment, which must not end the run
+            beat = self._last_beat
         if beat != self._last_beat:
             self._last_beat, self._alive_at = beat, time.monotonic()
         return time.monotonic() - self._alive_at
@@ -132,7 +142,7 @@ class RoleProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the role and everything it started, and reap it."""
+        """End the role and everything it started, and reap it; without that after KILLED_WITHIN_S."""
         self.ask()
         if self._asked_at is not None:
             deadline = self._asked_at + self.role.ask_before_kill_s
@@ -140,8 +150,12 @@ class RoleProcess:
                 time.sleep(0.05)
         if self.poll() is None:
             self._signal(signal.SIGKILL)
-            self.code = self._process.wait()
-            self._guardian.forget(self.pid)
+            try:
+                self.code = self._process.wait(timeout=KILLED_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                self.code = -signal.SIGKILL  # it dies when whatever holds it lets go
+            else:
+                self._guardian.forget(self.pid)
 
     def ask(self) -> None:
         """Begin to end a role that must be asked before it is killed; several can end at once so."""

@@ -87,7 +87,10 @@ class Unit:
 
 
 class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP as flags: the first asks for a stop, the second for one without grace."""
+    """SIGINT, SIGTERM and SIGHUP as flags: the first asks for a stop, the second for one without grace.
+
+    A SIGHUP that is ignored stays so: that is how ``nohup`` keeps a run going when its terminal is closed.
+    """
 
     def __init__(self) -> None:
         self.wake = threading.Event()
@@ -106,7 +109,9 @@ class StopSignals:
     @contextmanager
     def installed(self) -> Iterator["StopSignals"]:
         """Handle the signals inside the block, in the main thread."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
         before = [signal.signal(number, self.receive) for number in numbers]
         try:
             yield self

@@ -27,13 +27,16 @@ class Tail:
         self._inode: int | None = None
 
     def read(self) -> list[Row]:
-        """New complete rows, in file order. A replaced or truncated file is read from its start."""
+        """New complete rows, in file order; what cannot be read now comes later.
+
+        A replaced or truncated file is read from its start.
+        """
         try:
             with self.path.open("rb") as file:
                 size = self._restart_if_replaced(file.fileno())
                 file.seek(self._offset)
                 data = file.read(size - self._offset)
-        except FileNotFoundError:
+        except OSError:
             return []
         end = data.rfind(b"\n") + 1
         self._offset += end

@@ -3,8 +3,12 @@
 Invariants:
 - ``update`` reads only what was appended since the last call, and never waits;
 - what a run had written before the panel was made (a resumed run) is known to it but not printed again in ``lines``;
-- files that do not exist yet, or end in a torn line, are no error.
+- files that do not exist yet, or end in a torn line, are no error;
+- a terminal that is gone, or whoever read the lines, ends the panel and not the run.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.live import Live
@@ -43,10 +47,13 @@ class Panel:
         """Show what is new. ``restarts``: restarts of each role so far."""
         if self.mode == "off":
             return
-        self._note_restarts(restarts or {})
-        self._read(show=self.mode == "lines")
-        if self.mode == "live":
-            self._refresh()
+        try:
+            self._note_restarts(restarts or {})
+            self._read(show=self.mode == "lines")
+            if self.mode == "live":
+                self._refresh()
+        except _Gone:
+            self.mode, self._live = "off", None
 
     def close(self) -> None:
         """Show the last state and give the terminal back; may be called twice."""
@@ -55,8 +62,9 @@ class Panel:
         self.update()
         self.state.closed = True
         if self._live is not None:
-            self._refresh()
-            self._live.stop()
+            with suppress(_Gone), _terminal():
+                self._refresh()
+                self._live.stop()
             self._live = None
 
     def _read(self, *, show: bool) -> None:
@@ -84,15 +92,30 @@ class Panel:
                     self._print(f"restarted {role} ({times} so far)")
 
     def _refresh(self) -> None:
-        picture = draw(self.state, self.console.width)
-        if self._live is None:
-            self._live = Live(picture, console=self.console, auto_refresh=False)
-            self._live.start(refresh=True)
-        else:
-            self._live.update(picture, refresh=True)
+        with _terminal():
+            picture = draw(self.state, self.console.width)
+            if self._live is None:
+                self._live = Live(picture, console=self.console, auto_refresh=False)
+                self._live.start(refresh=True)
+            else:
+                self._live.update(picture, refresh=True)
 
     def _print(self, line: str) -> None:
-        self.console.print(escape(line), highlight=False, soft_wrap=True)
+        with _terminal():
+            self.console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+class _Gone(Exception):
+    """Nobody sees what is printed."""
+
+
+@contextmanager
+def _terminal() -> Iterator[None]:
+    """What is written inside goes to the terminal; _Gone where there is none any more."""
+    try:
+        yield
+    except OSError as error:
+        raise _Gone from error
 
 
 def _resolve(mode: str, console: Console) -> str:

@@ -88,7 +88,7 @@ class ControllerLink:
         overdue = not self.connected or silent > 2 * self._heartbeat_s
         if overdue and now - self._last_hello > min(self._heartbeat_s, 1.0):
             self._last_hello = now
-            await self.send(Hello(peer=self._peer, role="rollout", active_leases=active_leases, payload=self._payload))
+            await self.send(Hello(peer=self._peer, active_leases=active_leases, payload=self._payload))
 
     def welcomed(self, incarnation: str) -> bool:
         """The controller knows this worker; whether it is new to it, and is sent again what is not acknowledged."""

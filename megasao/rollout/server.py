@@ -65,8 +65,6 @@ def run(run: RunDirectory, config: Config, name: str, *, added: bool = False) ->
 
             signal.signal(signal.SIGTERM, _leave)
             weights = NodeReceiver(run, config, name, part.role)
-        else:  # a life that was killed may have left versions here, when weights came as distributed
-            run.clear_node_weights(config, name)
         _until_ready(process, part.url, config.supervision.start_timeout_s, lifesign)
         logger.info("%s is ready at %s", part.role, part.url)
         _watch(process, part.url, lifesign, registration, weights)

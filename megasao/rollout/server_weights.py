@@ -1,13 +1,12 @@
 """The weights of one node of an SGLang server: a thread of the server's role takes them from the trainer's ranks.
 
 Invariants, asserted by the tests: it runs only where weights travel as ``distributed``; its end ends the role; the
-directory goes with the role.
+directory is this process's own, and goes with the role.
 """
 
 import asyncio
 import threading
 from contextlib import suppress
-from functools import partial
 
 from megasao.config import Config
 from megasao.config.rundir import RunDirectory
@@ -15,6 +14,7 @@ from megasao.rollout.engines.base import EngineError
 from megasao.rollout.engines.sglang_weights import read_layout
 from megasao.transport.keys import keys_of
 from megasao.weights.nodes import NodeDirectory, ServerNodes
+from megasao.weights.ownership import Ownership
 from megasao.weights.receiver import WeightReceiver
 
 _GRACE_S = 10.0
@@ -24,13 +24,11 @@ class NodeReceiver:
     """Keeps the newest versions in the directory of server ``name`` on this node, whose role is ``role``."""
 
     def __init__(self, run: RunDirectory, config: Config, name: str, role: str) -> None:
-        """OSError if the directory cannot be made."""
-        keys = keys_of(run, config)
+        """OSError if the directory cannot be made, ValueError if another process keeps weights in it."""
+        keys, directory = keys_of(run, config), run.node_weights(config, name)
         layout = read_layout(run.policy_path(config), fp8=config.weights.dtype == "fp8_block")
-        self._versions = NodeDirectory(
-            run.node_weights(config, name), run.node_marker(role), layout, file_bytes=config.weights.shard_bytes
-        )
-        self._leave = partial(run.clear_node_weights, config, name)
+        self._ownership = Ownership(directory)
+        self._versions = NodeDirectory(directory, run.node_marker(role), layout, file_bytes=config.weights.shard_bytes)
         self._receiver = WeightReceiver(
             run.read_endpoints().weights, self._versions, identity=role.encode(), config=config.transport, keys=keys
         )
@@ -59,7 +57,7 @@ class NodeReceiver:
         if not self._thread.is_alive():
             self._loop.close()
         self._versions.clear()
-        self._leave()
+        self._ownership.release()
 
 
 def server_nodes(run: RunDirectory, config: Config, url: str) -> ServerNodes | None:

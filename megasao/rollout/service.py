@@ -145,9 +145,7 @@ class RolloutService:
         if message.reason == SAY_HELLO:
             self._link.lost()
             return
-        logger.warning("the controller refused message %s: %s", message.seq, message.reason)
-        if message.seq is not None:
-            self._link.outbox.settle(message.seq)
+        logger.warning("the controller refused a message: %s", message.reason)
 
     def _begin(self, lease: Lease) -> None:
         if lease.lease_id in self._episodes or lease.lease_id in self._link.outbox.lease_ids():

@@ -6,6 +6,7 @@ Invariants, asserted by the tests:
 - the numbers are those of a critic on the actor's ranks, to rounding: bit for bit under the same layout;
 - having sent the values it waits for nobody before its updates are done;
 - a step that is not the next one is refused: both worlds go on from the same checkpoint, or not at all;
+- payload that it cannot have changes nothing: the actor is told, and asks again for the step as it is then;
 - an actor that is silent for longer than it may be is an error that says so.
 """
 
@@ -32,7 +33,7 @@ from megasao.training.value_exchange import whole_step
 from megasao.training.value_service import ValueService
 from megasao.transport.client import ControllerClient
 from megasao.transport.messages import Manifest
-from megasao.transport.values import Command, Learned, Leave, Leaving, Save, Saved, Train, Values
+from megasao.transport.values import Command, Lacking, Learned, Leave, Leaving, Save, Saved, Train, Values
 
 POLL_S = 0.05
 """How long the ranks wait together for a command, until they look whether a checkpoint is written."""
@@ -41,8 +42,8 @@ POLL_S = 0.05
 class Loader(Protocol):
     """Where this rank's rows of a step come from."""
 
-    def load(self, manifest: Manifest) -> Batch | None:
-        """The rows of this rank."""
+    def attempt(self, manifest: Manifest) -> tuple[Batch | None, str]:
+        """The rows of this rank; None on every rank, and why, if one of them does not get its own."""
         ...
 
     def close(self) -> None:
@@ -118,10 +119,12 @@ class CriticWorld:
         step = command.step
         if self.refuses(command):
             return
-        batch = self.source.load(Manifest(step, command.entries, {}))
-        assert batch is not None, "only the actor's world is asked to leave while it waits"
+        batch, problem = self.source.attempt(Manifest(step, command.entries, {}))
+        if batch is None:
+            self.say(Lacking(step, command.attempt, problem))
+            return
         result = StepResult(values=self.critic.values(batch))
-        self.send_values(batch, result.values, step)
+        self.send_values(batch, result.values, command)
         metrics: dict[str, float | None] = {}
         with timed(metrics, "seconds"):
             result.advantages = self.estimator.estimate(batch, result.values)
@@ -129,11 +132,11 @@ class CriticWorld:
         self.progress = dataclasses.replace(self.progress, step=step + 1)
         self.say(Learned(step, learned, metrics["seconds"] or 0.0))
 
-    def send_values(self, batch: Batch, values: list[torch.Tensor], step: int) -> None:
+    def send_values(self, batch: Batch, values: list[torch.Tensor], command: Train) -> None:
         """Answer the actor with the values of the whole step."""
         everything = whole_step(batch, values, self.topology)
         ids = [entry.trajectory_id for entry in batch.entries]
-        answer = Values(step, ids, [entry.tokens for entry in batch.entries])
+        answer = Values(command.step, ids, [entry.tokens for entry in batch.entries], command.attempt)
         self.say(answer, everything.numpy().astype(np.dtype("<f4")).tobytes())
 
     def refuses(self, command: Train | Save) -> bool:
@@ -161,7 +164,7 @@ class CriticWorld:
         self.say(Saved(self.pending.progress.step))
         self.pending = None
 
-    def say(self, answer: Values | Learned | Saved | Leaving, payload: bytes = b"") -> None:
+    def say(self, answer: Values | Lacking | Learned | Saved | Leaving, payload: bytes = b"") -> None:
         """Answer the actor, on rank 0."""
         if self.service is not None:
             self.service.say(answer, payload)

@@ -36,6 +36,7 @@ from megasao.training.estimator import Estimator
 from megasao.training.examples import example_rows
 from megasao.training.metrics import batch_metrics, throughput_metrics
 from megasao.training.mismatch import alarms
+from megasao.training.payload import PayloadUnreachable
 from megasao.training.publishing import Publishing
 from megasao.training.remote_critic import RemoteCritic
 from megasao.training.source import BatchSource, ask
@@ -45,6 +46,7 @@ from megasao.transport.messages import (
     CheckpointSaved,
     EvaluateRequest,
     FinishRequest,
+    Manifest,
     State,
     StateRequest,
     Status,
@@ -101,17 +103,11 @@ class Trainer:
         started = time.perf_counter()
         step, version = self.progress.step, self.progress.version
         metrics: dict[str, float | None] = {}
-        with timed(metrics, "time/wait"):
-            manifest = self.source.next_manifest(step, version)
-        if manifest is None:
-            return False
-        with timed(metrics, "time/fetch"):
-            batch = self.source.load(manifest, version)
-        if batch is None:
-            return False
         show = step % self.config.observability.examples_every == 0
-        logprobs = self.actor.logprobs(batch) if show else []
-        result = self.learn(batch, step)
+        learned = self.learn_next(step, version, metrics, show=show)
+        if learned is None:
+            return False
+        manifest, batch, logprobs, result = learned
         metrics.update(result.metrics)
         actor_moved = step >= self.config.warmup_steps
         self.progress = dataclasses.replace(
@@ -147,6 +143,31 @@ class Trainer:
             self.checkpoint_when_due()
         return True
 
+    def learn_next(
+        self, step: int, version: int, metrics: dict[str, float | None], *, show: bool
+    ) -> tuple[Manifest, Batch, list[torch.Tensor], StepResult] | None:
+        """The step's trajectories, with ``show`` their log-probs before, and what came of the step; None if asked to
+        leave.
+
+        Where a critic elsewhere cannot have their payload, all ranks ask for the step again, as if they could not.
+        """
+        deadline = None
+        while True:
+            with timed(metrics, "time/wait"):
+                manifest = self.source.next_manifest(step, version)
+            if manifest is None:
+                return None
+            with timed(metrics, "time/fetch"):
+                batch = self.source.load(manifest, version)
+            if batch is None:
+                return None
+            logprobs = self.actor.logprobs(batch) if show else []
+            try:
+                return manifest, batch, logprobs, self.learn(batch, step)
+            except PayloadUnreachable as error:
+                deadline = deadline or self.source.deadline()
+                self.source.before_asking_again(step, str(error), deadline)
+
     def learn(self, batch: Batch, step: int) -> StepResult:
         """The step itself, with the critic here, elsewhere (where its updates may go on) or nowhere."""
         if self.remote is not None:
@@ -173,7 +194,7 @@ class Trainer:
         every = self.config.evaluation.every
         due = first or final or (every > 0 and self.progress.version > 0 and self.progress.version % every == 0)
         if due and self.topology.rank == 0:
-            request = EvaluateRequest(step=self.progress.step, version=self.progress.version, final=final)
+            request = EvaluateRequest(step=self.progress.step, version=self.progress.version)
             ask(self.client, request, Status)
 
     def checkpoint_when_due(self, *, final: bool = False) -> None:

@@ -18,12 +18,14 @@ import torch
 from megasao.config.lifesign import LifeSign
 from megasao.megatron.runtime import Topology
 from megasao.training.batch import Batch
+from megasao.training.payload import PayloadUnreachable
 from megasao.training.value_exchange import of_rows
 from megasao.transport.client import RequestClient
 from megasao.transport.keys import CurveKeys
 from megasao.transport.messages import Refused
 from megasao.transport.values import (
     FromCritic,
+    Lacking,
     Learned,
     LearnedRequest,
     Leave,
@@ -78,13 +80,20 @@ class RemoteCritic:
     topology: Topology
     timeout_s: float
     lifesign: LifeSign
+    attempt: int = 0
+    """How often the critic could not have the payload of the step that it is asked for."""
 
     def values(self, batch: Batch, *, step: int) -> list[torch.Tensor]:
         """float32 [T] per row: V before the step's updates. The critic then goes on to its updates by itself.
 
-        TimeoutError names the critic. RuntimeError: it refused, with its reason.
+        TimeoutError names the critic. RuntimeError: it refused, with its reason. PayloadUnreachable, on every rank: it
+        cannot have what it is to learn from, and may be asked again for this step, also with other trajectories.
         """
-        answer, payload = self._wait(Train(step, list(batch.entries)), Values)
+        answer, payload = self._wait(Train(step, list(batch.entries), self.attempt), Values, Lacking)
+        if isinstance(answer, Lacking):
+            self.attempt += 1
+            raise PayloadUnreachable(f"the critic at {self.address}: {answer.reason}")
+        self.attempt = 0
         return of_rows(batch, read_values(answer, payload, batch, step))
 
     def learned(self, *, step: int) -> Learned:

@@ -108,42 +108,52 @@ class BatchSource:
             case _:
                 return Refused(f"the controller answered a batch request with {type(reply).__name__}")
 
-    def load(self, manifest: Manifest, version: int | None = None) -> Batch | None:
-        """Plan the step, fetch what this rank's rows hold, and pack it.
+    def load(self, manifest: Manifest, version: int) -> Batch | None:
+        """The rows of the step for weights ``version``.
 
-        If a rollout host does not give what it has, all ranks ask again: with ``version`` for the step's manifest,
-        which may be another one then. None where the run is to leave meanwhile; TimeoutError, on every rank, after
-        ``loop.batch_timeout_s``.
+        If a rollout host does not give what it has, all ranks ask again for the step's manifest, which may be another
+        one then. None where the run is to leave meanwhile; TimeoutError, on every rank, after ``loop.batch_timeout_s``.
         """
-        if not any(entry.payload for entry in manifest.entries):
-            return self._pack(manifest)
-        deadline = time.monotonic() + self.config.loop.batch_timeout_s
+        deadline = self.deadline()
         while True:
-            batch, problem = self._try(manifest)
-            state = 0 if problem is None else 1 if time.monotonic() < deadline else 2
-            states = gather_counts(state)
-            if batch is not None and not any(states):
+            batch, problem = self.attempt(manifest)
+            if batch is not None:
                 return batch
-            if 2 in states:
-                raise TimeoutError(f"step {manifest.step}: {problem or 'another rank did not get its payload'}")
-            logger.warning("step %d is asked for again: %s", manifest.step, problem or "another rank lacks payload")
-            self.lifesign.beat()
-            time.sleep(ASK_AGAIN_S)
-            if version is not None:
-                again = self.next_manifest(manifest.step, version)
-                if again is None:
-                    return None
-                manifest = again
+            self.before_asking_again(manifest.step, problem, deadline)
+            again = self.next_manifest(manifest.step, version)
+            if again is None:
+                return None
+            manifest = again
+
+    def attempt(self, manifest: Manifest) -> tuple[Batch | None, str]:
+        """Plan the step, fetch what this rank's rows hold, and pack it; None on every rank, and why, if a rollout host
+        does not give one of them what it has."""
+        if not any(entry.payload for entry in manifest.entries):
+            return self._pack(manifest), ""
+        batch, problem = None, ""
+        try:
+            batch = self._pack(manifest)
+        except PayloadUnreachable as error:
+            problem = str(error)
+        if any(gather_counts(int(batch is None))):
+            return None, problem or "another rank did not get its payload"
+        return batch, ""
+
+    def deadline(self) -> float:
+        """Until when a step is asked for again that begins to be assembled now."""
+        return time.monotonic() + self.config.loop.batch_timeout_s
+
+    def before_asking_again(self, step: int, problem: str, deadline: float) -> None:
+        """Wait a moment; after the deadline TimeoutError, on every rank."""
+        if any(gather_counts(int(time.monotonic() >= deadline))):
+            raise TimeoutError(f"step {step}: {problem}")
+        logger.warning("step %d is asked for again: %s", step, problem)
+        self.lifesign.beat()
+        time.sleep(ASK_AGAIN_S)
 
     def close(self) -> None:
         """Close the connections to rollout hosts; the client is its owner's."""
         self.payload.close()
-
-    def _try(self, manifest: Manifest) -> tuple[Batch | None, str | None]:
-        try:
-            return self._pack(manifest), None
-        except PayloadUnreachable as error:
-            return None, str(error)
 
     def _pack(self, manifest: Manifest) -> Batch:
         entries = {entry.trajectory_id: entry for entry in manifest.entries}

@@ -21,6 +21,7 @@ from megasao.transport.keys import CurveKeys
 from megasao.transport.messages import Refused
 from megasao.transport.values import (
     Command,
+    Lacking,
     Learned,
     LearnedRequest,
     Leave,
@@ -35,7 +36,17 @@ from megasao.transport.values import (
 
 logger = logging.getLogger(__name__)
 
-_ANSWERS: dict[type, type] = {Train: Values, LearnedRequest: Learned, Save: Saved, Leave: Leaving}
+_COMMANDS: dict[type, type] = {
+    Values: Train,
+    Lacking: Train,
+    Learned: LearnedRequest,
+    Saved: Save,
+    Leaving: Leave,
+}
+"""What each is the answer to."""
+
+Place = tuple[int, int]
+"""Step and attempt."""
 
 
 class ValueService:
@@ -45,8 +56,8 @@ class ValueService:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         bound = bind_router(self._context, address, high_water_mark=high_water_mark, keys=keys)
         self._commands: queue.Queue[Command] = queue.Queue()
-        self._newest: dict[type, int] = {}
-        self._answers: dict[tuple[type, int], Frames] = {}
+        self._newest: dict[type, Place] = {}
+        self._answers: dict[tuple[type, Place], Frames] = {}
         self._lock = threading.Lock()
         self._thread = AnsweringThread(bound, self._reply, name="value-service")
 
@@ -57,24 +68,24 @@ class ValueService:
         except queue.Empty:
             return None
 
-    def say(self, answer: Values | Learned | Saved | Leaving, payload: bytes = b"") -> None:
+    def say(self, answer: Values | Lacking | Learned | Saved | Leaving, payload: bytes = b"") -> None:
         """Answer what was asked of ``answer.step``, from now on."""
-        self._keep(type(answer), answer.step, encode(answer, payload))
+        self._keep(_COMMANDS[type(answer)], _place(answer), encode(answer, payload))
 
     def refuse(self, command: Command, reason: str) -> None:
         """This command cannot be followed."""
-        self._keep(_ANSWERS[type(command)], command.step, encode(Refused(reason)))
+        self._keep(type(command), _place(command), encode(Refused(reason)))
 
     def close(self) -> None:
         """Stop to answer; what is on its way is still sent, within the sockets' bound."""
         self._thread.close()
         self._context.term()
 
-    def _keep(self, kind: type, step: int, frames: Frames) -> None:
+    def _keep(self, command: type, place: Place, frames: Frames) -> None:
         with self._lock:
-            for old in [key for key in self._answers if key[0] is kind]:
+            for old in [key for key in self._answers if key[0] is command]:
                 del self._answers[old]
-            self._answers[kind, step] = frames
+            self._answers[command, place] = frames
 
     def _reply(self, frames: list[bytes]) -> Frames:
         try:
@@ -83,18 +94,22 @@ class ValueService:
             logger.warning("refused a message: %s", error)
             return encode(Refused(str(error)))
         with self._lock:
-            answer = self._answers.get((_ANSWERS[type(message)], message.step))
+            answer = self._answers.get((type(message), _place(message)))
             return answer if answer is not None else encode(self._take(message))
 
     def _take(self, message: Any) -> msgspec.Struct:
         """Hand on a command that is new."""
-        newest = self._newest.get(type(message), -1)
-        if message.step < newest:
+        place, newest = _place(message), self._newest.get(type(message), (-1, 0))
+        if place < newest:
             return Refused(
-                f"{type(message).__name__} of step {message.step}, but the critic was asked for that of step {newest} "
-                "already; both worlds must go on from the same checkpoint: restart them together"
+                f"{type(message).__name__} of step {message.step}, but the critic was asked for that of step "
+                f"{newest[0]} already; both worlds must go on from the same checkpoint: restart them together"
             )
-        if message.step > newest and isinstance(message, Command):
-            self._newest[type(message)] = message.step
+        if place > newest and isinstance(message, Command):
+            self._newest[type(message)] = place
             self._commands.put(message)
         return Working()
+
+
+def _place(message: Any) -> Place:
+    return message.step, getattr(message, "attempt", 0)

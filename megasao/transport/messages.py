@@ -46,11 +46,9 @@ SAY_HELLO = "say Hello first"
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """First message of a peer, repeated after a reconnection."""
+    """First message of a worker, repeated after a reconnection."""
 
     peer: str
-    role: str
-    """``rollout`` or ``trainer``."""
     active_leases: list[str] = []
     payload: str = ""
     """Where this worker is asked for the payload that it keeps itself; empty where it keeps none."""
@@ -139,7 +137,6 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     for this worker; ``leaving``: those that it is to use no more.
     """
 
-    run: str
     unknown_leases: list[str] = []
     incarnation: str = ""
     servers: list[str] = []
@@ -171,7 +168,6 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     """The last message was not understood or not allowed; the sender goes on."""
 
     reason: str
-    seq: int | None = None
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -239,7 +235,6 @@ class EvaluateRequest(msgspec.Struct, tag=True, frozen=True):
 
     step: int
     version: int
-    final: bool = False
 
 
 class StatusRequest(msgspec.Struct, tag=True, frozen=True):
@@ -320,17 +315,10 @@ class Status(msgspec.Struct, tag=True, frozen=True):
 FromWorker = Hello | Credit | Trajectories | Stored | Lacking | EvaluationResult | Failure | Heartbeat
 ToWorker = Welcome | Leases | Ack | Forget | Refused | Stop
 FromTrainer = (
-    Hello
-    | BatchRequest
-    | FetchRequest
-    | StateRequest
-    | EvaluateRequest
-    | StatusRequest
-    | CheckpointSaved
-    | FinishRequest
+    BatchRequest | FetchRequest | StateRequest | EvaluateRequest | StatusRequest | CheckpointSaved | FinishRequest
 )
 FromServer = ServerUp | RemoveServer
-ToTrainer = Welcome | Manifest | Waiting | Fetched | State | Status | Refused
+ToTrainer = Manifest | Waiting | Fetched | State | Status | Refused
 ToServer = ServerWanted | Refused
 FromPayloadHost = Fetched | Refused
 """What a rollout host answers to ``FetchRequest``."""

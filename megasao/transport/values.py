@@ -12,10 +12,14 @@ from megasao.transport.messages import ManifestEntry, Refused
 
 
 class Train(msgspec.Struct, tag=True, frozen=True):
-    """The values of the trajectories of ``step``, please (answered by ``Values``); then learn from them."""
+    """The values of the trajectories of ``step``, please (answered by ``Values``); then learn from them.
+
+    ``attempt`` counts from 0; there is a next one, maybe with other trajectories, only after ``Lacking``.
+    """
 
     step: int
     entries: list[ManifestEntry]
+    attempt: int = 0
 
 
 class LearnedRequest(msgspec.Struct, tag=True, frozen=True):
@@ -51,6 +55,15 @@ class Values(msgspec.Struct, tag=True, frozen=True):
     step: int
     trajectory_ids: list[str]
     tokens: list[int]
+    attempt: int = 0
+
+
+class Lacking(msgspec.Struct, tag=True, frozen=True):
+    """The critic cannot have the payload of these trajectories where it is said to be, and has changed nothing."""
+
+    step: int
+    attempt: int
+    reason: str
 
 
 class Learned(msgspec.Struct, tag=True, frozen=True):
@@ -79,4 +92,4 @@ class Working(msgspec.Struct, tag=True, frozen=True):
 
 Command = Train | Save | Leave
 ToCritic = Train | LearnedRequest | Save | Leave
-FromCritic = Values | Learned | Saved | Leaving | Working | Refused
+FromCritic = Values | Lacking | Learned | Saved | Leaving | Working | Refused

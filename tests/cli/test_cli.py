@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megasao.cli import Stage, _resuming
 from megasao.config.load import dump_config, load_config
 from megasao.launch.prepare import prepared_run
 from tests.checkpoints import write_checkpoint
@@ -37,6 +39,23 @@ def test_check_accepts_the_shipped_config() -> None:
     result = megasao("check", LAPTOP)
     assert result.returncode == 0, result.stderr
     assert "is valid" in result.stdout
+
+
+def test_a_stage_that_was_stopped_goes_on_by_its_own_command() -> None:
+    """And not with all of the run, which nobody asked for."""
+    commands = [shlex.split(_resuming(stage, Path("a b.yaml"), ["loop.steps=4"])) for stage in Stage]
+    assert [command[1] for command in commands] == ["sft", "pretrain-value", "train"]
+    for _, name, *rest in commands:
+        assert rest == ["a b.yaml", "loop.steps=4", "--resume"]
+        assert "--resume" in megasao(name, "--help").stdout
+
+
+def test_check_notes_what_is_set_and_not_read() -> None:
+    result = megasao("check", LAPTOP, "critic.timeout_s=60", "rollout.sglang.servers=2")
+    notes = [line for line in result.stdout.splitlines() if "nothing reads it here" in line]
+    assert result.returncode == 0 and len(notes) == 2, result.stderr
+    assert notes[0].startswith("note: critic.timeout_s is set") and notes[1].startswith("note: rollout.sglang.servers")
+    assert "nothing reads" not in megasao("check", LAPTOP).stdout
 
 
 def test_check_of_a_cluster_config_needs_no_sglang_here() -> None:

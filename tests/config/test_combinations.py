@@ -126,8 +126,8 @@ CASES = [
         "an absolute path",
     ),
     (
-        ["weights.node_directory=/disk", "weights.transport=disk"],
-        ["weights.node_directory=/disk", "weights.transport=distributed"],
+        ["weights.node_directory=/disk", "weights.transport=disk", "rollout.engine=sglang"],
+        ["weights.node_directory=/disk", "weights.transport=distributed", "rollout.engine=sglang"],
         "weights.node_directory",
         "has no reader",
     ),

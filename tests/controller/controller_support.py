@@ -198,7 +198,7 @@ class WireWorker:
 
     def hello(self, active=(), free: int = 0, version: int = 0) -> list[str]:
         """Say hello and offer credit; the leases to be forgotten."""
-        self.send(Hello(self.name, "rollout", list(active)))
+        self.send(Hello(self.name, list(active)))
         welcome = self.expect(Welcome)
         self.send(Credit(free, version, free))
         return welcome.unknown_leases

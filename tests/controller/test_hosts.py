@@ -321,7 +321,7 @@ def test_a_worker_that_was_given_up_hears_it_and_says_again_what_it_holds(tmp_pa
             (welcome,) = worker.others
             return welcome.incarnation
 
-        hello = Hello("rollout-0", "rollout")
+        hello = Hello("rollout-0")
         first = heard(hello)
         assert heard(Heartbeat({})) == heard(hello) == first, "a connection that broke is no news"
         server.state.lose(ONE)

@@ -52,7 +52,7 @@ class Worker(threading.Thread):
 
     def _say_hello(self) -> None:
         rows = [row.trajectory_id for rows in self.unacked.values() for row in rows]
-        self.wire.send(Hello(self.wire.name, "rollout", [*rows, *(lease.lease_id for lease in self.running)]))
+        self.wire.send(Hello(self.wire.name, [*rows, *(lease.lease_id for lease in self.running)]))
         self.wire.send(Credit(max(0, FREE - len(self.running)), self.version, max(0, FREE - len(self.running))))
         for seq, rows in list(self.unacked.items()):
             del self.unacked[seq]

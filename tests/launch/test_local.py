@@ -81,7 +81,9 @@ def launcher(directory: Path, behaviour: str, *, resume: bool = False) -> Iterat
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def test_fine_tuning_first_then_everything(tmp_path: Path) -> None:
@@ -108,6 +110,15 @@ def test_a_dead_rank_brings_all_ranks_back_on_a_fresh_port(tmp_path: Path) -> No
     ports = (tmp_path / "laptop" / "ports").read_text().split()
     assert len(ports) == 4
     assert ports[0] == ports[1] != ports[2] == ports[3]
+
+
+def test_a_run_whose_output_nobody_reads_any_more_goes_on(tmp_path: Path) -> None:
+    with launcher(tmp_path, "crash") as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        process.wait(timeout=WAIT_S)
+        log = (tmp_path / "laptop" / "logs" / "launcher.log").read_text()
+        assert log.count("restarting trainer") == 1 and (tmp_path / "laptop" / "finish").exists()
 
 
 def everything_started(run: Path) -> bool:

@@ -42,6 +42,22 @@ def test_a_fresh_run_directory(tmp_path: Path) -> None:
         assert not run.keys.exists()
 
 
+def test_a_start_that_failed_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it has a config.yaml it is no run yet, and from then on it is one that can be resumed."""
+    wanted = config(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    for place in ("megasao.config.rundir.os.fsync", "megasao.config.rundir.RunDirectory.create"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, full)
+            with pytest.raises(OSError, match="no space"), prepared_run(wanted, resume=False):
+                raise AssertionError("it cannot have begun")
+    with prepared_run(wanted, resume=True) as run:
+        assert run.journal.is_dir()
+
+
 def test_an_existing_run_is_refused_without_resume(tmp_path: Path) -> None:
     wanted = config(tmp_path)
     with prepared_run(wanted, resume=False):

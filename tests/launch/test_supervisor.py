@@ -298,6 +298,67 @@ def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals) -> No
     assert stage.reports == ["stopping every role; once more to kill them at once"]
 
 
+def test_a_run_that_was_started_with_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    flag = tmp_path / "flag"
+    main = stage.unit("main", f"import os, time\nwhile not os.path.exists({str(flag)!r}): time.sleep(0.02)")
+    stage.actions = [(lambda: True, lambda: (os.kill(os.getpid(), signal.SIGHUP), flag.touch()))]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert stage.run(main) == "finished"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_ends_as_it_should_though_its_guardian_was_killed(tmp_path: Path) -> None:
+    with Guardian() as guardian:
+        os.kill(guardian._process.pid, signal.SIGKILL)
+        guardian._process.wait()
+        role = Role("role", [sys.executable, "-S", "-c", "pass"], tmp_path / "role.log")
+        process = process_module.RoleProcess(role, guardian)
+        wait_for(lambda: process.poll() is not None, "the role")
+    assert process.code == 0
+
+
+TRACE = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+print(libc.ptrace(0x4206, int(sys.argv[1]), None, None), flush=True)  # PTRACE_SEIZE
+sys.stdin.read()
+"""
+
+
+def test_a_role_in_a_debugger_does_not_hold_up_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process that is traced is there until its tracer looks at it."""
+    monkeypatch.setattr(process_module, "KILLED_WITHIN_S", 0.2)
+    role = Role("role", [sys.executable, "-S", "-c", "print('ready', flush=True)\n" + FOREVER], tmp_path / "role.log")
+    with Guardian() as guardian:
+        process = process_module.RoleProcess(role, guardian)
+        wait_for(lambda: "\nready\n" in role.log.read_text(), "the role")
+        command = [sys.executable, "-S", "-c", TRACE, str(process.pid)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tracer:
+            assert tracer.stdout is not None
+            if tracer.stdout.readline() != b"0\n":
+                process.kill()
+                pytest.skip("this machine lets no process trace another")
+            process.kill()
+            assert process.code == process.poll() == -signal.SIGKILL
+            assert process._process.returncode is None, "it was not reaped"
+        assert process._process.wait(WAIT_S) == -signal.SIGKILL
+
+
+def test_a_sign_of_life_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    heartbeat = tmp_path / ("beat" * 100)  # too long a name: neither there nor absent
+    role = Role("role", [sys.executable, "-S", "-c", FOREVER], tmp_path / "role.log", heartbeat=heartbeat)
+    with Guardian() as guardian:
+        process = process_module.RoleProcess(role, guardian)
+        first = process.silent_s()
+        assert 0.0 <= first <= process.silent_s()
+        process.kill()
+
+
 def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     stage = Stage(tmp_path, stop_timeout_s=600.0)
     main = stage.unit("main", STUBBORN)

@@ -163,6 +163,17 @@ def test_a_tail_gives_every_row_once_whatever_the_writes(
     assert seen == list(range(8)) and tail.skipped == 0
 
 
+def test_what_cannot_be_read_now_is_read_later(tmp_path: Path) -> None:
+    """A file system that fails for a moment does not end whoever looks on."""
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    path.mkdir()
+    assert tail.read() == []
+    path.rmdir()
+    path.write_text('{"step": 1}\n')
+    assert tail.read() == [{"step": 1}]
+
+
 def test_a_tail_starts_again_with_a_replaced_file(tmp_path: Path) -> None:
     path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     path.write_text('{"step": 0}\n{"step": 1}\n')

@@ -1,5 +1,6 @@
 """The terminal: what the panel and the lines show, at the widths people have."""
 
+import errno
 import io
 import json
 from pathlib import Path
@@ -185,6 +186,30 @@ def test_modes(fresh: tuple[RunDirectory, Config], mode: str, terminal: bool, ex
     text = printed(panel)
     assert ("megasao" in text and "/160" in text) == (expected == "live")
     assert (text == "") == (expected == "off")
+
+
+class Closed(io.StringIO):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("mode", ["live", "lines"])
+def test_a_terminal_that_is_gone_is_not_written_to_again(fresh: tuple[RunDirectory, Config], mode: str) -> None:
+    run, config = fresh
+    panel = Panel(run, configured(config, mode), console=console(terminal=mode == "live"))
+    panel.update({})
+    panel.console.file = Closed()
+    write_lines(run.metrics / "trainer.jsonl", [{"step": 0, "time": 1.0, "reward/mean": 0.5}])
+    panel.update({"controller": 1})
+    assert panel.mode == "off"
+    panel.update({"controller": 2})
+    panel.close()
+    late = Panel(run, configured(config, mode), console=console(terminal=mode == "live"))
+    late.update({})
+    late.console.file = Closed()
+    late.close()
 
 
 def test_sparkline_is_scaled_to_its_own_range_and_width() -> None:

@@ -77,7 +77,7 @@ class ControllerPeer:
         self._socket = bind_router(context, address, high_water_mark=64)
         port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self.address = f"tcp://127.0.0.1:{port}"
-        self.welcome = Welcome("test", [], f"incarnation-{id(self)}")
+        self.welcome = Welcome([], f"incarnation-{id(self)}")
         self.seen = []
         self._known = False
         self._peer = b""

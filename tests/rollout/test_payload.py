@@ -162,7 +162,7 @@ def test_only_peers_with_the_keys_of_the_run_are_answered(tmp_path: Path) -> Non
 def test_what_is_not_a_question_is_refused(host: Host) -> None:
     context = zmq.Context()
     dealer = connect_dealer(context, host.address, identity=b"stranger", high_water_mark=4)
-    for frames in ([b"\x00", b""], [b"one frame"], [msgspec.msgpack.encode(Hello("a", "rollout")), b""]):
+    for frames in ([b"\x00", b""], [b"one frame"], [msgspec.msgpack.encode(Hello("a")), b""]):
         dealer.send_multipart(frames)
         assert dealer.poll(60_000)
         assert msgspec.msgpack.decode(dealer.recv_multipart()[0], type=Refused).reason

@@ -21,7 +21,6 @@ from megasao.transport.messages import (
     Failure,
     Hello,
     Leases,
-    Refused,
     Trajectories,
     Welcome,
 )
@@ -116,7 +115,7 @@ def test_leases_that_a_restarted_controller_does_not_know_are_dropped(codec):
         await b.peer.grant(lease("a"), lease("b"))
         await heartbeat(b.peer, active=2.0)
         peer = await b.restart_controller()
-        peer.welcome = Welcome("test", ["a", "never heard of"], "another")
+        peer.welcome = Welcome(["a", "never heard of"], "another")
         hello = await peer.receive(Hello)
         assert sorted(hello.active_leases) == ["a", "b"]
         await heartbeat(peer, active=1.0)
@@ -210,15 +209,6 @@ def test_a_trajectory_that_breaks_the_schema_does_not_take_others_with_it(codec)
             await b.peer.send(Ack(message.seq))
         assert isinstance(outcomes["good"], Trajectories)
         assert outcomes["bad"].reason == "invalid_trajectory"
-
-
-def test_a_refused_message_is_not_sent_for_ever(codec):
-    @scenario(codec)
-    async def _(b):
-        await b.peer.grant(lease("a"))
-        message, _ = await trajectories(b.peer)
-        await b.peer.send(Refused("column tokens is missing", message.seq))
-        await heartbeat(b.peer, unacknowledged=0.0)
 
 
 def test_generation_waits_for_the_weights_that_the_lease_asks_for(codec):

@@ -12,23 +12,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 
+from megasao.config import Config
 from megasao.config.lifesign import LifeSign
 from megasao.config.rundir import RunDirectory
 from megasao.megatron import runtime
 from megasao.megatron.bridge import export_hf
 from megasao.megatron.runtime import Topology
+from megasao.rollout.payload import PayloadService
 from megasao.training import checkpoint, critic_world
 from megasao.training.actor import Actor
 from megasao.training.batch import Batch, pack_trajectories
 from megasao.training.critic import Critic
 from megasao.training.critic_world import CriticWorld
 from megasao.training.estimator import Estimator
+from megasao.training.payload import PayloadReader, PayloadUnreachable
 from megasao.training.remote_critic import RemoteCritic, connect
+from megasao.training.source import BatchSource
 from megasao.training.step import await_critic, step_beside_critic
 from megasao.training.value_service import ValueService
+from megasao.trajectories.hosted import PayloadJournal
+from megasao.trajectories.schema import Trajectory, to_batch
+from megasao.transport.client import ControllerClient
 from megasao.transport.messages import Manifest
 from tests.training.cases import Payload, sao_config, trajectories
 
@@ -88,7 +96,9 @@ def critic_side(payload: Payload) -> Any:
         topology=topology,
         critic=critic,
         estimator=Estimator(config.algorithm, topology.all_reduce_data),
-        source=Loader(topology, budget, Path(payload["hold"]) if "hold" in payload else None),
+        source=hosted_source(run, config, topology)
+        if payload.get("hosted")
+        else Loader(topology, budget, Path(payload["hold"]) if "hold" in payload else None),
         service=service,
         lifesign=LifeSign(run.heartbeat(f"critic-{topology.rank}")),
     )
@@ -147,6 +157,65 @@ def neither_waits(payload: Payload) -> Any:
     return {"errors": errors, "losses": losses}
 
 
+def payload_is_elsewhere(payload: Payload) -> Any:
+    """One step whose payload the critic cannot have at first: its host is gone, then it has other trajectories.
+
+    What the actor is told each time, and how far the values that it gets are from those of a critic of its own.
+    """
+    config = sao_config(payload)
+    topology = runtime.set_layout(config.parallel, seed=1)
+    critic = Critic.build(Path(payload["path"]), config.of_critic, topology)
+    remote = remote_critic(payload, topology)
+    told = []
+    with PayloadHost(Path(payload["out"]) / "host", named(1)) as host:
+        attempts = [(0, payload["nowhere"]), (0, host.address), (1, host.address)]
+        for which, address in attempts:
+            batch = pack_trajectories(named(which), data_rank=0, data_size=1, token_budget=4096)
+            entries = tuple(msgspec.structs.replace(entry, payload=address, nbytes=1) for entry in batch.entries)
+            batch = replace(batch, entries=entries)
+            try:
+                values = remote.values(batch, step=0)
+            except PayloadUnreachable as error:
+                told.append(str(error))
+        expected = critic.values(batch)
+        loss = remote.learned(step=0).metrics["loss"]
+    remote.leave(step=1)
+    remote.close()
+    pairs = zip(batch.rows, values, expected, strict=True)
+    difference = max(
+        float((got - want)[: sum(len(t.tokens) for t in row.trajectories)].abs().max()) for row, got, want in pairs
+    )
+    return {"told": told, "difference": difference, "loss": loss}
+
+
+def named(step: int) -> list[Trajectory]:
+    """The step's trajectories, with names of their own."""
+    return [replace(each, trajectory_id=f"{step}-{each.trajectory_id}") for each in trajectories(step)]
+
+
+class PayloadHost:
+    """A rollout host that keeps ``rows``."""
+
+    def __init__(self, directory: Path, rows: list[Trajectory]) -> None:
+        journal = PayloadJournal(directory)
+        journal.keep(to_batch(rows))
+        self._service = PayloadService(journal, "127.0.0.1")
+        self.address = self._service.address
+
+    def __enter__(self) -> "PayloadHost":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._service.close()
+
+
+def hosted_source(run: RunDirectory, config: Config, topology: Topology) -> BatchSource:
+    """As in a run; nobody asks the controller."""
+    client = ControllerClient("tcp://127.0.0.1:1")
+    reader = PayloadReader(client, identity=f"critic-{topology.rank}", keys=None, timeout_s=5.0)
+    return BatchSource(client, topology, config, LifeSign(run.heartbeat("critic")), reader)
+
+
 def error_within(seconds: float, remote: RemoteCritic, ask: Any) -> str:
     """The message of the TimeoutError."""
     remote.timeout_s = seconds
@@ -167,13 +236,13 @@ class Loader:
     token_budget: int
     hold: Path | None
 
-    def load(self, manifest: Manifest) -> Batch:
+    def attempt(self, manifest: Manifest) -> tuple[Batch, str]:
         deadline = time.monotonic() + PATIENCE_S
         while self.hold is not None and self.hold.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         batch = batch_of(manifest.step, self.token_budget, self.topology)
         assert list(batch.entries) == manifest.entries
-        return batch
+        return batch, ""
 
     def close(self) -> None:
         """Nobody was asked."""

@@ -12,6 +12,7 @@ from megasao.config.training import CheckpointConfig
 from megasao.training import loop
 from megasao.training.checkpoint import Progress
 from megasao.training.loop import Trainer
+from megasao.training.payload import PayloadUnreachable
 from megasao.training.publishing import StreamPublishing
 from megasao.training.source import BatchSource
 from megasao.training.step import StepResult
@@ -104,6 +105,52 @@ def test_a_line_is_about_what_was_trained_on(monkeypatch: pytest.MonkeyPatch) ->
     trainer, [(_, line)] = killed_in_step_1(monkeypatch, asked, [asked[1]])
     assert (line["reward/mean"], line["data/trajectories"]) == (0.0, 1.0)
     assert trainer.progress.trained_trajectories == 1
+
+
+class Lacked(Trainer):
+    """Its critic, elsewhere, cannot have the payload of the trajectory ``lost``."""
+
+    def learn(self, batch: Any, step: int) -> StepResult:
+        if "lost" in batch:
+            raise PayloadUnreachable("the critic at tcp://there:1: nobody has it")
+        return StepResult({"trained": float(len(batch))})
+
+
+def learned(offered: list[list[str] | None], late: bool = False) -> tuple[Any, list[tuple[int, str]]]:
+    """What a step comes to that is offered these trajectories in turn, and why it was asked for again."""
+    again: list[tuple[int, str]] = []
+
+    def before_asking_again(step: int, problem: str, deadline: float) -> None:
+        again.append((step, problem))
+        if late:
+            raise TimeoutError(problem)
+
+    def next_manifest(step: int, version: int) -> Manifest | None:
+        names = offered.pop(0)
+        return None if names is None else Manifest(step, [ManifestEntry(name, 1, 1, 0, 0, 1.0) for name in names], {})
+
+    def load(manifest: Manifest, version: int) -> list[str]:
+        return [entry.trajectory_id for entry in manifest.entries]
+
+    parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "client", "publishing"))
+    source: Any = SimpleNamespace(
+        next_manifest=next_manifest, load=load, deadline=lambda: 1.0, before_asking_again=before_asking_again
+    )
+    topology: Any = SimpleNamespace(rank=0)
+    trainer = Lacked(**parts, config=parts["run"], topology=topology, source=source, writer=None)
+    try:
+        return trainer.learn_next(4, 3, {}, show=False), again
+    except TimeoutError as error:
+        return error, again
+
+
+def test_a_critic_that_lacks_payload_makes_the_step_anew() -> None:
+    (manifest, batch, _, result), again = learned([["lost", "a"], ["lost", "a"], ["a"]])
+    assert [entry.trajectory_id for entry in manifest.entries] == batch == ["a"] and result.metrics == {"trained": 1.0}
+    assert again == [(4, "the critic at tcp://there:1: nobody has it")] * 2
+    assert learned([["lost"], None])[0] is None, "asked to leave meanwhile"
+    error, _ = learned([["lost"], ["a"]], late=True)
+    assert "nobody has it" in str(error)
 
 
 class Written:

@@ -177,3 +177,17 @@ def test_neither_waits_for_the_others_update(checkpoint: Path, second_world: Wor
     assert re.match(named + r" Train of step 2 longer than critic\.timeout_s = 1 s \(it is still at work\)", at_work)
     assert "this critic has finished 3 steps; both worlds go on from one checkpoint" in refused
     assert len(set(result["losses"])) == 3, "three steps of other trajectories"
+
+
+def test_payload_that_moved_or_was_lost_is_asked_for_again(
+    checkpoint: Path, second_world: World, tmp_path: Path
+) -> None:
+    """The actor learns what the critic lacks, and the same step is of what can be had then; no world starts anew."""
+    [port] = free_ports(1)
+    options: dict[str, Any] = {"actor_case": "payload_is_elsewhere", "hosted": True}
+    nowhere = f"tcp://127.0.0.1:{port}"
+    [result] = separate(checkpoint, tmp_path, ONE, ONE, critic_world=second_world, nowhere=nowhere, **options)
+    gone, other = result["told"]
+    assert re.match(rf"the critic at tcp://127\.0\.0\.1:\d+: payload at {re.escape(nowhere)}: .* did not answer", gone)
+    assert re.match(r"the critic at .*: payload at .*: the payload of \d+ trajectories is not to be had", other)
+    assert result["difference"] == 0 and result["loss"] > 0

@@ -25,7 +25,18 @@ from megasao.transport.client import RequestClient
 from megasao.transport.endpoints import connect_dealer
 from megasao.transport.keys import CurveKeys
 from megasao.transport.messages import Refused
-from megasao.transport.values import Learned, LearnedRequest, Leave, Leaving, Save, Saved, Train, Values, Working
+from megasao.transport.values import (
+    Lacking,
+    Learned,
+    LearnedRequest,
+    Leave,
+    Leaving,
+    Save,
+    Saved,
+    Train,
+    Values,
+    Working,
+)
 from tests.training.cases import trajectories
 
 ALONE: Any = SimpleNamespace(rank=0, broadcast_bytes=lambda payload: payload)
@@ -85,6 +96,22 @@ def test_what_is_past_is_refused(service: ValueService, client: RequestClient) -
     assert service.next(60.0) == Train(4, []) and service.next(0.0) is None
     service.refuse(Train(4, []), "why not")
     assert ask(client, Train(4, [])) == Refused("why not")
+
+
+def test_a_step_is_asked_for_again_only_where_its_payload_was_lacking(
+    service: ValueService, client: RequestClient
+) -> None:
+    first, again = Train(2, []), Train(2, [], attempt=1)
+    assert ask(client, first) == Working() and service.next(60.0) == first
+    service.say(Lacking(2, 0, "nobody has it"))
+    for _ in range(2):
+        assert ask(client, first) == Lacking(2, 0, "nobody has it"), "however often: that attempt is over"
+    assert [ask(client, again), ask(client, again)] == [Working()] * 2
+    assert service.next(60.0) == again and service.next(0.0) is None
+    service.say(Values(2, [], [], attempt=1))
+    assert ask(client, again) == Values(2, [], [], attempt=1)
+    assert isinstance(ask(client, first), Refused) and service.next(0.0) is None, "it came late"
+    assert ask(client, Train(3, [])) == Working() and service.next(60.0) == Train(3, [])
 
 
 def test_noise_is_refused_and_changes_nothing(service: ValueService, client: RequestClient, address: str) -> None:
