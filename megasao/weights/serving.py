@@ -32,7 +32,9 @@ _MOST_WAITING = 256
 
 
 @dataclass(frozen=True)
-class _Offer:
+class Offer:
+    """A version as one rank has it."""
+
     version: int
     manifest: bytes
     share: memoryview
@@ -50,7 +52,7 @@ class ShareServer:
         except OSError as error:
             raise ValueError(f"cannot serve weights at {host}: {error}; is it an address of this machine?") from error
         self.port: int = self._listener.getsockname()[1]
-        self._offer: _Offer | None = None
+        self._offer: Offer | None = None
         self._peers: set[socket.socket] = set()
         self._reading: set[socket.socket] = set()
         self._changed = threading.Condition()
@@ -61,29 +63,36 @@ class ShareServer:
     def offer(self, version: int, manifest: bytes, share: memoryview) -> None:
         """Serve this version from now on. ``share`` must not change before :meth:`retire`."""
         with self._changed:
-            self._offer = _Offer(version, manifest, share)
+            self._offer = Offer(version, manifest, share)
 
-    def retire(self) -> None:
-        """Serve no version; on return nobody reads the share. RuntimeError if a connection cannot be cut."""
+    def retire(self) -> bool:
+        """Serve no version; whether nobody reads the share any more, so that its memory may be used again.
+
+        RuntimeError if a connection cannot be cut.
+        """
         with self._changed:
             self._offer = None
-            self._cut_all(self._reading)
+            free = self._end(self._reading)
+            self._reading.clear()
+            return free
 
-    def _cut_all(self, peers: set[socket.socket]) -> None:
+    def _end(self, peers: set[socket.socket]) -> bool:
+        """Cut connections; whether their threads have ended."""
         for peer in peers:
-            _cut(peer)
+            cut(peer)
         if not self._changed.wait_for(lambda: not peers, _GRACE_S):
             raise RuntimeError(f"{len(peers)} connections to {self.host}:{self.port} do not end")
+        return True
 
     def close(self) -> None:
         """Stop."""
         self._closed = True
-        _cut(self._listener)
+        cut(self._listener)
         self._listener.close()
         self._thread.join(_GRACE_S)
         with self._changed:
             self._offer = None
-            self._cut_all(self._peers)
+            self._end(self._peers)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -105,10 +114,11 @@ class ShareServer:
             nonce = secrets.token_bytes(NONCE_BYTES)
             peer.sendall(nonce)
             while (version := self._asked(peer, nonce)) is not None:
-                self._answer(peer, version)
+                self._answer(peer, nonce, version)
         except (OSError, ValueError) as error:
             logger.info("a receiver of weights is gone: %s", error)
         finally:
+            self._leave(peer)
             with self._changed:
                 peer.close()
                 self._peers.discard(peer)
@@ -126,19 +136,38 @@ class ShareServer:
         (version,) = LENGTH.unpack(asked[: LENGTH.size])
         return int(version)
 
-    def _answer(self, peer: socket.socket, version: int) -> None:
+    def _answer(self, peer: socket.socket, nonce: bytes, version: int) -> None:
         """Send the version, if it is here."""
-        with self._changed:
-            offer = self._offer if self._offer is not None and self._offer.version == version else None
-            if offer is not None:
-                self._reading.add(peer)
-        manifest = offer.manifest if offer is not None else b""
-        peer.sendall(LENGTH.pack(len(manifest)) + manifest)
+        offer = self._start_reading(peer, version)
+        self._tell(peer, offer)
         if offer is not None:
             peer.sendall(offer.share)
+        self._stop_reading(peer)
+
+    def _tell(self, peer: socket.socket, offer: Offer | None) -> None:
+        """Send the manifest, or that there is none."""
+        manifest = offer.manifest if offer is not None else b""
+        peer.sendall(LENGTH.pack(len(manifest)) + manifest)
+
+    def _held(self, version: int) -> Offer | None:
+        """The version, if it is here."""
+        return self._offer if self._offer is not None and self._offer.version == version else None
+
+    def _start_reading(self, peer: socket.socket, version: int) -> Offer | None:
+        """The version, if it is here; then its memory does not change before :meth:`_stop_reading`."""
+        with self._changed:
+            offer = self._held(version)
+            if offer is not None:
+                self._reading.add(peer)
+            return offer
+
+    def _stop_reading(self, peer: socket.socket) -> None:
         with self._changed:
             self._reading.discard(peer)
             self._changed.notify_all()
+
+    def _leave(self, peer: socket.socket) -> None:
+        """What a carrier has for this connection goes."""
 
 
 def proof(secret: bytes, nonce: bytes, asked: bytes) -> bytes:
@@ -178,6 +207,7 @@ def address_towards(host: str) -> str:
         raise ValueError(f"no way to {host}, where the trainer's first rank announces weights: {error}") from error
 
 
-def _cut(connection: socket.socket) -> None:
+def cut(connection: socket.socket) -> None:
+    """End it for whoever waits for it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megasao.storage.header import TensorInfo
 from megasao.weights.flat import DTYPES
-from megasao.weights.messages import AnnounceShares, Share
+from megasao.weights.messages import AnnounceShares, Carrier, Share
 
 ALIGNMENT = 64
 """Pieces begin, and shares end, at multiples of it, bytes."""
@@ -69,6 +69,7 @@ class SharedWeights:
     version: int
     shares: list[Share]
     secret: bytes
+    carrier: Carrier = "tcp"
 
     @property
     def total_bytes(self) -> int:
@@ -77,7 +78,7 @@ class SharedWeights:
 
     def announcement(self, epoch: str) -> AnnounceShares:
         """What receivers are told of it."""
-        return AnnounceShares(epoch, self.version, self.shares, self.secret)
+        return AnnounceShares(epoch, self.version, self.shares, self.secret, self.carrier)
 
 
 # checksums
