@@ -44,7 +44,8 @@ class _Lane:
 
     def place(self, number: int) -> np.ndarray:
         """Where a bucket goes."""
-        return self.buffer[number * self.manifest.bucket_bytes :][: self.manifest.bucket_bytes]
+        each = self.manifest.layout.bucket_bytes
+        return self.buffer[number * each : (number + 1) * each]
 
 
 class GroupsFetching(Fetching):
@@ -132,7 +133,7 @@ class GroupsFetching(Fetching):
             with self._named(share):
                 manifests.append(self._manifest(link.connection, share, size))
         return [
-            _Lane(share, member, manifest, self._intake.memory.take(manifest.total_bytes))
+            _Lane(share, member, manifest, self._intake.memory.take(manifest.layout.total_bytes))
             for share, member, manifest in zip(shares, _members(shares), manifests, strict=True)
         ]
 

@@ -10,13 +10,14 @@ through it, bucket by bucket. Invariants, asserted by the tests:
 
 import hmac
 import socket
+from collections.abc import Callable, Collection
 
 import msgspec
 import torch
 
 from megasao.weights.groups import AHEAD, MOST_CALL_BYTES, Group, GroupCall, check_call, finish, under_way
 from megasao.weights.serving import LENGTH, PROOF_BYTES, Offer, ShareServer, cut, proof, receive_into
-from megasao.weights.shared import ShareManifest
+from megasao.weights.shared import read_manifest
 
 _AT_ONCE_S = 0.25
 """How long the trainer waits for a reader that is in a bucket; after that it takes new memory."""
@@ -30,22 +31,21 @@ class GroupShareServer(ShareServer):
         self._groups: dict[socket.socket, Group] = {}
         super().__init__(host, secret, timeout_s=timeout_s)
 
-    def _end(self, peers: set[socket.socket]) -> bool:
+    def _end(self, peers: Callable[[], Collection[socket.socket]]) -> bool:
         """A thread that waits in gloo cannot be cut: it ends by its own bound."""
-        for peer in peers:
+        for peer in peers():
             cut(peer)
-        return self._changed.wait_for(lambda: not peers, _AT_ONCE_S)
+        return self._changed.wait_for(lambda: not peers(), _AT_ONCE_S)
 
     def _leave(self, peer: socket.socket) -> None:
         self._groups.pop(peer, None)
 
     def _answer(self, peer: socket.socket, nonce: bytes, version: int) -> None:
         call = self._called(peer, nonce)
-        with self._changed:
-            offer = self._held(version)
+        offer = self._offers.get(version)
         self._tell(peer, offer)
         if offer is not None and offer.share:
-            self._send(self._joined(peer, call), peer, offer)
+            self._send(self._joined(peer, call), peer, version, offer)
 
     def _called(self, peer: socket.socket, nonce: bytes) -> GroupCall:
         """The group that the receiver names. ValueError if it does not know the secret, or names none that can be."""
@@ -73,15 +73,14 @@ class GroupShareServer(ShareServer):
             group = self._groups[peer] = Group(call, self.host, self._timeout_s)
         return group
 
-    def _send(self, group: Group, peer: socket.socket, offer: Offer) -> None:
+    def _send(self, group: Group, peer: socket.socket, version: int, offer: Offer) -> None:
         """All buckets, unless the share is taken back before. ConnectionError."""
-        manifest = msgspec.msgpack.decode(offer.manifest, type=ShareManifest)
-        if self._start_reading(peer, offer.version) is not offer:
-            raise ConnectionError("the version was taken back")
+        bucket_bytes = read_manifest(offer.manifest, len(offer.share)).layout.bucket_bytes
+        self._start_reading(peer, version)
         flat = torch.frombuffer(offer.share, dtype=torch.uint8)
         with under_way() as works:
-            for tag, bucket in enumerate(flat.split(manifest.bucket_bytes)):
-                if self._offer is not offer:
+            for tag, bucket in enumerate(flat.split(bucket_bytes)):
+                if self._offers.get(version) is not offer:
                     raise ConnectionError("the version was taken back")
                 works.append(group.send(bucket, tag))
                 if len(works) == AHEAD:

@@ -1,4 +1,4 @@
-"""One trainer rank's share of the newest version, for every receiver that asks: a thread of its own for each.
+"""One trainer rank's share of the newest versions, for every receiver that asks: a thread of its own for each.
 
 Over one connection: a nonce to the receiver; then, for each version, which one it wants, with a proof that it knows the
 secret; the manifest, length first (0: there is no such version); the share. A receiver may ask for the next version on
@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -35,7 +36,6 @@ _MOST_WAITING = 256
 class Offer:
     """A version as one rank has it."""
 
-    version: int
     manifest: bytes
     share: memoryview
 
@@ -52,36 +52,34 @@ class ShareServer:
         except OSError as error:
             raise ValueError(f"cannot serve weights at {host}: {error}; is it an address of this machine?") from error
         self.port: int = self._listener.getsockname()[1]
-        self._offer: Offer | None = None
+        self._offers: dict[int, Offer] = {}
         self._peers: set[socket.socket] = set()
-        self._reading: set[socket.socket] = set()
+        self._reading: dict[socket.socket, int] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="weight-share", daemon=True)
         self._thread.start()
 
     def offer(self, version: int, manifest: bytes, share: memoryview) -> None:
-        """Serve this version from now on. ``share`` must not change before :meth:`retire`."""
+        """Serve this version too from now on. ``share`` must not change before :meth:`retire`."""
         with self._changed:
-            self._offer = Offer(version, manifest, share)
+            self._offers[version] = Offer(manifest, share)
 
-    def retire(self) -> bool:
-        """Serve no version; whether nobody reads the share any more, so that its memory may be used again.
+    def retire(self, version: int) -> bool:
+        """Serve it no more; whether nobody reads its share now, so that the memory may be used again.
 
         RuntimeError if a connection cannot be cut.
         """
         with self._changed:
-            self._offer = None
-            free = self._end(self._reading)
-            self._reading.clear()
-            return free
+            del self._offers[version]
+            return self._end(lambda: [peer for peer, read in self._reading.items() if read == version])
 
-    def _end(self, peers: set[socket.socket]) -> bool:
+    def _end(self, peers: Callable[[], Collection[socket.socket]]) -> bool:
         """Cut connections; whether their threads have ended."""
-        for peer in peers:
+        for peer in peers():
             cut(peer)
-        if not self._changed.wait_for(lambda: not peers, _GRACE_S):
-            raise RuntimeError(f"{len(peers)} connections to {self.host}:{self.port} do not end")
+        if not self._changed.wait_for(lambda: not peers(), _GRACE_S):
+            raise RuntimeError(f"{len(peers())} connections to {self.host}:{self.port} do not end")
         return True
 
     def close(self) -> None:
@@ -91,8 +89,8 @@ class ShareServer:
         self._listener.close()
         self._thread.join(_GRACE_S)
         with self._changed:
-            self._offer = None
-            self._end(self._peers)
+            self._offers = {}
+            self._end(lambda: self._peers)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -122,7 +120,7 @@ class ShareServer:
             with self._changed:
                 peer.close()
                 self._peers.discard(peer)
-                self._reading.discard(peer)
+                self._reading.pop(peer, None)
                 self._changed.notify_all()
 
     def _asked(self, peer: socket.socket, nonce: bytes) -> int | None:
@@ -149,21 +147,17 @@ class ShareServer:
         manifest = offer.manifest if offer is not None else b""
         peer.sendall(LENGTH.pack(len(manifest)) + manifest)
 
-    def _held(self, version: int) -> Offer | None:
-        """The version, if it is here."""
-        return self._offer if self._offer is not None and self._offer.version == version else None
-
     def _start_reading(self, peer: socket.socket, version: int) -> Offer | None:
         """The version, if it is here; then its memory does not change before :meth:`_stop_reading`."""
         with self._changed:
-            offer = self._held(version)
+            offer = self._offers.get(version)
             if offer is not None:
-                self._reading.add(peer)
+                self._reading[peer] = version
             return offer
 
     def _stop_reading(self, peer: socket.socket) -> None:
         with self._changed:
-            self._reading.discard(peer)
+            self._reading.pop(peer, None)
             self._changed.notify_all()
 
     def _leave(self, peer: socket.socket) -> None:
