@@ -219,6 +219,9 @@ def weights(config: "Config") -> Iterator[Problem]:
         yield Problem("weights.node_directory", f"{reason}; leave it")
     elif not asked.startswith("/"):
         yield Problem("weights.node_directory", f"expected an absolute path, got {asked!r}")
+    if config.weights.carrier != "tcp" and config.weight_transport != "distributed":
+        reason = f"carries weights.transport = distributed, and they travel by {config.weight_transport}; use tcp"
+        yield Problem("weights.carrier", f"{config.weights.carrier} {reason}")
     if config.weight_transport == "embedded" and config.rollout.engine != "embedded":
         reason = (
             f"embedded shares memory with the embedded engine, and rollout.engine = {config.rollout.engine}; "

@@ -18,6 +18,11 @@ class WeightsConfig(Section):
         "embedded: memory that every rank shares with embedded engines on the trainer's machine; nothing travels. "
         "auto: disk for SGLang servers, else stream.",
     )
+    carrier: Literal["tcp", "gloo"] = Field(
+        "tcp",
+        description="What carries the bytes of distributed. tcp: a connection from each worker to each rank. gloo: "
+        "process groups of torch, one for each pipeline stage and worker.",
+    )
     dtype: Literal["same", "fp8_block"] = Field(
         "same",
         description="What numbers travel in, and are sampled with. same: those of the model. fp8_block: products in "

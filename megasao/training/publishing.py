@@ -30,6 +30,7 @@ from megasao.megatron.bridge.share import RankShare, ShareCopy
 from megasao.megatron.models import MegatronModel
 from megasao.megatron.runtime import Topology, gather_bytes, gather_counts, gather_numbers
 from megasao.weights import directory
+from megasao.weights.group_serving import GroupShareServer
 from megasao.weights.mapped import MappedWeights, Segment, SegmentPair, room_for, this_machine
 from megasao.weights.messages import Mapped, Share
 from megasao.weights.publication import Elsewhere
@@ -202,7 +203,9 @@ class DistributedPublishing(_SharePublishing):
     def __post_init__(self) -> None:
         secret = secrets.token_bytes(32) if self.topology.rank == 0 else None
         self._secret = self.topology.broadcast_bytes(secret)
-        self._server = ShareServer(self.host, self._secret, timeout_s=self.config.transport.weights_timeout_s)
+        self._carrier = self.config.weights.carrier
+        serve = GroupShareServer if self._carrier == "gloo" else ShareServer
+        self._server = serve(self.host, self._secret, timeout_s=self.config.transport.weights_timeout_s)
         self._hosts = [host.decode() for host in gather_bytes(self.host.encode())]
 
     def _copy(self, version: int, share: RankShare) -> list[int]:
@@ -210,23 +213,20 @@ class DistributedPublishing(_SharePublishing):
         manifest = share.manifest(memory.fill())
         self._server.offer(version, manifest, memory.data)
         self._memories.append((version, memory))
-        return [self._server.port, share.total_bytes, zlib.crc32(manifest), 0]
+        return [self._server.port, share.total_bytes, zlib.crc32(manifest), self.topology.pipeline_rank]
 
     def _free_memory(self, share: RankShare) -> ShareCopy:
-        """That of the version before, or of a small one the version before that; nobody reads it any more."""
+        """That of the version before, or of a small one the version before that; new one if somebody hangs with it."""
         if len(self._memories) > self.small:
             version, memory = self._memories.pop(0)
-            self._server.retire(version)
-            return memory
+            if self._server.retire(version):
+                return memory
         # Memory that a GPU copies into directly.
         return ShareCopy(share, torch.zeros(share.total_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
 
     def _whole(self, version: int, rows: list[list[int]]) -> SharedWeights:
-        shares = [
-            Share(rank, host, port, nbytes, crc)
-            for rank, (host, (port, nbytes, crc, _)) in enumerate(zip(self._hosts, rows, strict=True))
-        ]
-        return SharedWeights(version, shares, self._secret)
+        shares = [Share(rank, host, *row) for rank, (host, row) in enumerate(zip(self._hosts, rows, strict=True))]
+        return SharedWeights(version, shares, self._secret, self._carrier)
 
     def close(self) -> None:
         super().close()

@@ -13,9 +13,10 @@ import socket
 import threading
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -49,7 +50,7 @@ class SharesDownload:
 
     async def verify(self, timeout_s: float) -> str | None:
         """Fetch and compare everything; what went wrong, or that it took too long."""
-        fetching = _Fetching(self._announce, self._intake, timeout_s)
+        fetching = self._attempt(timeout_s)
         try:
             await asyncio.wait_for(asyncio.to_thread(fetching.run), timeout_s)
             self._tensors = fetching.take()
@@ -60,6 +61,9 @@ class SharesDownload:
         finally:
             fetching.stop()
         return None
+
+    def _attempt(self, timeout_s: float) -> "Fetching":
+        return Fetching(self._announce, self._intake, timeout_s)
 
 
 class NodesDownload:
@@ -86,7 +90,7 @@ def label(announce: AnnounceShares) -> str:
     return f"{announce.version}.{announce.epoch[:12]}"
 
 
-class _Fetching:
+class Fetching:
     """One attempt. ``stop`` may be called from another thread."""
 
     def __init__(self, announce: AnnounceShares, intake: Intake, timeout_s: float) -> None:
@@ -106,7 +110,11 @@ class _Fetching:
         if self._small:
             self._run_in_turn(shares)
             return
-        fetched = [self._intake.threads.submit(self._fetch, share, None) for share in shares]
+        self._beside([partial(self._fetch, share, None) for share in shares])
+
+    def _beside(self, works: Iterable[Callable[[], None]]) -> None:
+        """All of them; the first error, once all have ended."""
+        fetched = [self._intake.threads.submit(work) for work in works]
         done, left = wait(fetched, return_when=FIRST_EXCEPTION)
         failures = [error for one in done if (error := one.exception()) is not None]
         if failures:
@@ -156,9 +164,10 @@ class _Fetching:
                 self._open.discard(link.connection)
             self._intake.keep(link)
         except (OSError, ValueError, msgspec.DecodeError) as error:
-            raise ValueError(
-                f"weights {self._announce.version} of trainer rank {share.rank} at {share.host}:{share.port}: {error}"
-            ) from error
+            raise ValueError(self._about(share, error)) from error
+
+    def _about(self, share: Share, what: object) -> str:
+        return f"weights {self._announce.version} of trainer rank {share.rank} at {share.host}:{share.port}: {what}"
 
     def _hurry(self, share: Share) -> Link | None:
         """Ask for a share over the connection of the version before; None if there is none any more."""
@@ -187,6 +196,16 @@ class _Fetching:
 
     def _connected(self, share: Share) -> tuple[Link, int]:
         """A new connection, over which the share comes, and how long its manifest is."""
+        link = self._opened(share)
+        try:
+            self._ask(link)
+            return link, self._length(link)
+        except BaseException:
+            self._close(link.connection)
+            raise
+
+    def _opened(self, share: Share) -> Link:
+        """A new connection, over which nothing is asked yet."""
         connection = socket.socket(socket.AF_INET6 if ":" in share.host else socket.AF_INET)
         self._enter(connection)
         try:
@@ -194,9 +213,7 @@ class _Fetching:
             connection.connect((share.host, share.port))
             nonce = bytearray(NONCE_BYTES)
             receive_into(connection, memoryview(nonce))
-            link = Link((share.host, share.port), connection, bytes(nonce))
-            self._ask(link)
-            return link, self._length(link)
+            return Link((share.host, share.port), connection, bytes(nonce))
         except BaseException:
             self._close(connection)
             raise
@@ -215,8 +232,10 @@ class _Fetching:
             connection.close()
 
     def _ask(self, link: Link) -> None:
-        asked = LENGTH.pack(self._announce.version)
-        link.connection.sendall(asked + proof(self._announce.secret, link.nonce, asked))
+        link.connection.sendall(self._proven(link, LENGTH.pack(self._announce.version)))
+
+    def _proven(self, link: Link, asked: bytes) -> bytes:
+        return asked + proof(self._announce.secret, link.nonce, asked)
 
     def _length(self, link: Link) -> int:
         length = bytearray(LENGTH.size)
@@ -225,14 +244,17 @@ class _Fetching:
         return int(size)
 
     def _read(self, connection: socket.socket, share: Share, size: int) -> tuple[ShareManifest, np.ndarray]:
+        manifest = self._manifest(connection, share, size)
+        return manifest, self._buckets(connection, manifest)
+
+    def _manifest(self, connection: socket.socket, share: Share, size: int) -> ShareManifest:
         if not 0 < size <= MOST_MANIFEST_BYTES:
             raise ValueError("it does not have this version any more" if not size else f"a manifest of {size} bytes")
         raw = bytearray(size)
         receive_into(connection, memoryview(raw))
         if zlib.crc32(raw) != share.manifest_crc32:
             raise ValueError("its manifest is damaged: the CRC-32 is not the announced one")
-        manifest = read_manifest(raw, share.total_bytes)
-        return manifest, self._buckets(connection, manifest)
+        return read_manifest(raw, share.total_bytes)
 
     def _buckets(self, connection: socket.socket, manifest: ShareManifest) -> np.ndarray:
         buffer = self._intake.memory.take(manifest.layout.total_bytes)

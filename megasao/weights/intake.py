@@ -1,16 +1,22 @@
-"""What a receiver keeps from one version to the next: memory, threads, and connections to the trainer's ranks.
+"""What a receiver keeps from one version to the next: memory, threads, connections to the trainer's ranks, groups.
 
 Invariants, asserted by the tests:
 - a connection is used by one thread at a time, and only for the rank that it leads to;
-- connections to ranks that do not announce any more are closed.
+- connections to ranks that do not announce any more are closed, and what a group needs goes as a whole;
+- no two groups that are made for this receiver, or another one, have the same name.
 """
 
+import itertools
+import secrets
 import socket
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from torch.distributed import TCPStore
+
+from megasao.weights.groups import NO_GROUP, Group, GroupCall
 from megasao.weights.shared import BufferPool
 
 LANES = 16
@@ -28,14 +34,44 @@ class Link:
     connection: socket.socket
     nonce: bytes
 
+    def close(self) -> None:
+        """End it."""
+        self.connection.close()
+
+
+@dataclass(eq=False)
+class Stage:
+    """The ranks of one pipeline stage, and the group that they are in with us.
+
+    ``call``: how the group is named; without ranks that have bytes there is none. ``store``: until all are connected.
+    """
+
+    links: list[Link] = field(default_factory=list)
+    call: GroupCall = NO_GROUP
+    store: TCPStore | None = None
+    group: Group | None = None
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Of the ranks, in their order."""
+        return tuple(link.place for link in self.links)
+
+    def close(self) -> None:
+        """End it all; it can be made anew."""
+        for link in self.links:
+            link.close()
+        self.links, self.call, self.store, self.group = [], NO_GROUP, None, None
+
 
 class Intake:
-    """Of one receiver."""
+    """Of one receiver, ``name``."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "receiver") -> None:
+        self._name, self._made = f"{name}.{secrets.token_hex(8)}", itertools.count(1)
         self.memory = BufferPool()
         self.threads = ThreadPoolExecutor(LANES, thread_name_prefix="weights")
         self._links: dict[Place, Link] = {}
+        self._stages: dict[tuple[Place, ...], Stage] = {}
         self._lock = threading.Lock()
 
     def take(self, place: Place) -> Link | None:
@@ -48,14 +84,32 @@ class Intake:
         with self._lock:
             other, self._links[link.place] = self._links.get(link.place), link
         if other is not None:
-            other.connection.close()
+            other.close()
+
+    def take_stage(self, places: tuple[Place, ...]) -> Stage | None:
+        """The connections to the ranks of a stage, and the group, if there is one that nobody uses."""
+        with self._lock:
+            return self._stages.pop(places, None)
+
+    def keep_stage(self, stage: Stage) -> None:
+        """Nobody uses it now."""
+        with self._lock:
+            other, self._stages[stage.places] = self._stages.get(stage.places), stage
+        if other is not None:
+            other.close()
+
+    def group_name(self, epoch: str, stage: int) -> str:
+        """Of a new group."""
+        return f"weights/{epoch}/stage-{stage}/{self._name}/{next(self._made)}"
 
     def keep_only(self, places: Iterable[Place]) -> None:
         """Close the connections to all other ranks."""
+        wanted = set(places)
         with self._lock:
-            gone = [self._links.pop(place) for place in self._links.keys() - set(places)]
-        for link in gone:
-            link.connection.close()
+            gone: list[Link | Stage] = [self._links.pop(place) for place in self._links.keys() - wanted]
+            gone += [self._stages.pop(key) for key in list(self._stages) if not wanted.issuperset(key)]
+        for one in gone:
+            one.close()
 
     def close(self) -> None:
         """End all connections and threads; what has begun ends by its own bound."""

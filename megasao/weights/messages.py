@@ -8,7 +8,12 @@ because the receiver repeats its state with each heartbeat.
 weights, so nothing of an older epoch is ever mixed with it.
 """
 
+from typing import Literal
+
 import msgspec
+
+Carrier = Literal["tcp", "gloo"]
+"""What takes a share from a rank to a receiver: a connection, or a process group for each pipeline stage."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -93,22 +98,26 @@ class AnnounceDirectory(msgspec.Struct, tag=True, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one rank of the trainer holds of a version: at ``host``:``port``, with the CRC-32 of its manifest."""
+    """What one rank of the trainer holds of a version: at ``host``:``port``, with the CRC-32 of its manifest.
+
+    ``stage``: of the pipeline, in which the rank is."""
 
     rank: int
     host: str
     port: int
     total_bytes: int
     manifest_crc32: int
+    stage: int = 0
 
 
 class AnnounceShares(msgspec.Struct, tag=True, frozen=True):
-    """This version lies in the memory of the trainer's ranks, which give it to whoever knows ``secret``."""
+    """This version lies in the memory of the trainer's ranks, which give it by ``carrier`` to who knows ``secret``."""
 
     epoch: str
     version: int
     shares: list[Share]
     secret: bytes
+    carrier: Carrier = "tcp"
 
 
 class Mapped(msgspec.Struct, frozen=True):

@@ -26,6 +26,7 @@ from megasao.transport.endpoints import connect_dealer
 from megasao.transport.keys import CurveKeys
 from megasao.weights.download import DirectoryDownload, Download
 from megasao.weights.fetching import NodesDownload, SharesDownload
+from megasao.weights.group_fetching import GroupsDownload
 from megasao.weights.intake import Intake
 from megasao.weights.mapped import MappedDownload, Mappings
 from megasao.weights.messages import (
@@ -97,7 +98,7 @@ class WeightReceiver:
         self._version: int | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._download: AnyDownload | None = None
-        self._intake, self._mappings = Intake(), Mappings()
+        self._intake, self._mappings = Intake(self._name), Mappings()
         self._pauses = _Pauses(self._heartbeat_s)
         self._changed = asyncio.Condition()
         self._heard_at: float | None = None
@@ -246,7 +247,9 @@ class WeightReceiver:
             return DirectoryDownload(announce)
         if isinstance(announce, AnnounceMapped):
             return MappedDownload(announce, self._mappings, self._intake.threads)
-        return NodesDownload(announce) if self._on_nodes else SharesDownload(announce, self._intake)
+        if self._on_nodes:
+            return NodesDownload(announce)
+        return (GroupsDownload if announce.carrier == "gloo" else SharesDownload)(announce, self._intake)
 
     async def _on_bucket(self, download: Download, bucket: Bucket, payload: bytes) -> None:
         try:

@@ -33,7 +33,9 @@ _MOST_WAITING = 256
 
 
 @dataclass(frozen=True)
-class _Offer:
+class Offer:
+    """A version as one rank has it."""
+
     manifest: bytes
     share: memoryview
 
@@ -50,7 +52,7 @@ class ShareServer:
         except OSError as error:
             raise ValueError(f"cannot serve weights at {host}: {error}; is it an address of this machine?") from error
         self.port: int = self._listener.getsockname()[1]
-        self._offers: dict[int, _Offer] = {}
+        self._offers: dict[int, Offer] = {}
         self._peers: set[socket.socket] = set()
         self._reading: dict[socket.socket, int] = {}
         self._changed = threading.Condition()
@@ -61,29 +63,34 @@ class ShareServer:
     def offer(self, version: int, manifest: bytes, share: memoryview) -> None:
         """Serve this version too from now on. ``share`` must not change before :meth:`retire`."""
         with self._changed:
-            self._offers[version] = _Offer(manifest, share)
+            self._offers[version] = Offer(manifest, share)
 
-    def retire(self, version: int) -> None:
-        """Serve it no more; on return nobody reads its share. RuntimeError if a connection cannot be cut."""
+    def retire(self, version: int) -> bool:
+        """Serve it no more; whether nobody reads its share now, so that the memory may be used again.
+
+        RuntimeError if a connection cannot be cut.
+        """
         with self._changed:
             del self._offers[version]
-            self._cut_all(lambda: [peer for peer, read in self._reading.items() if read == version])
+            return self._end(lambda: [peer for peer, read in self._reading.items() if read == version])
 
-    def _cut_all(self, peers: Callable[[], Collection[socket.socket]]) -> None:
+    def _end(self, peers: Callable[[], Collection[socket.socket]]) -> bool:
+        """Cut connections; whether their threads have ended."""
         for peer in peers():
-            _cut(peer)
+            cut(peer)
         if not self._changed.wait_for(lambda: not peers(), _GRACE_S):
             raise RuntimeError(f"{len(peers())} connections to {self.host}:{self.port} do not end")
+        return True
 
     def close(self) -> None:
         """Stop."""
         self._closed = True
-        _cut(self._listener)
+        cut(self._listener)
         self._listener.close()
         self._thread.join(_GRACE_S)
         with self._changed:
             self._offers = {}
-            self._cut_all(lambda: self._peers)
+            self._end(lambda: self._peers)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -105,10 +112,11 @@ class ShareServer:
             nonce = secrets.token_bytes(NONCE_BYTES)
             peer.sendall(nonce)
             while (version := self._asked(peer, nonce)) is not None:
-                self._answer(peer, version)
+                self._answer(peer, nonce, version)
         except (OSError, ValueError) as error:
             logger.info("a receiver of weights is gone: %s", error)
         finally:
+            self._leave(peer)
             with self._changed:
                 peer.close()
                 self._peers.discard(peer)
@@ -126,19 +134,34 @@ class ShareServer:
         (version,) = LENGTH.unpack(asked[: LENGTH.size])
         return int(version)
 
-    def _answer(self, peer: socket.socket, version: int) -> None:
+    def _answer(self, peer: socket.socket, nonce: bytes, version: int) -> None:
         """Send the version, if it is here."""
+        offer = self._start_reading(peer, version)
+        self._tell(peer, offer)
+        if offer is not None:
+            peer.sendall(offer.share)
+        self._stop_reading(peer)
+
+    def _tell(self, peer: socket.socket, offer: Offer | None) -> None:
+        """Send the manifest, or that there is none."""
+        manifest = offer.manifest if offer is not None else b""
+        peer.sendall(LENGTH.pack(len(manifest)) + manifest)
+
+    def _start_reading(self, peer: socket.socket, version: int) -> Offer | None:
+        """The version, if it is here; then its memory does not change before :meth:`_stop_reading`."""
         with self._changed:
             offer = self._offers.get(version)
             if offer is not None:
                 self._reading[peer] = version
-        manifest = offer.manifest if offer is not None else b""
-        peer.sendall(LENGTH.pack(len(manifest)) + manifest)
-        if offer is not None:
-            peer.sendall(offer.share)
+            return offer
+
+    def _stop_reading(self, peer: socket.socket) -> None:
         with self._changed:
             self._reading.pop(peer, None)
             self._changed.notify_all()
+
+    def _leave(self, peer: socket.socket) -> None:
+        """What a carrier has for this connection goes."""
 
 
 def proof(secret: bytes, nonce: bytes, asked: bytes) -> bytes:
@@ -178,6 +201,7 @@ def address_towards(host: str) -> str:
         raise ValueError(f"no way to {host}, where the trainer's first rank announces weights: {error}") from error
 
 
-def _cut(connection: socket.socket) -> None:
+def cut(connection: socket.socket) -> None:
+    """End it for whoever waits for it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megasao.storage.header import TensorInfo
 from megasao.weights.flat import DTYPES
-from megasao.weights.messages import AnnounceShares, Share
+from megasao.weights.messages import AnnounceShares, Carrier, Share
 
 ALIGNMENT = 64
 """Pieces begin, and shares end, at multiples of it, bytes."""
@@ -124,6 +124,7 @@ class SharedWeights:
     version: int
     shares: list[Share]
     secret: bytes
+    carrier: Carrier = "tcp"
 
     @property
     def total_bytes(self) -> int:
@@ -132,7 +133,7 @@ class SharedWeights:
 
     def announcement(self, epoch: str) -> AnnounceShares:
         """What receivers are told of it."""
-        return AnnounceShares(epoch, self.version, self.shares, self.secret)
+        return AnnounceShares(epoch, self.version, self.shares, self.secret, self.carrier)
 
 
 # checksums

@@ -132,6 +132,12 @@ CASES = [
         "has no reader",
     ),
     (
+        ["weights.carrier=gloo"],
+        ["weights.carrier=gloo", "weights.transport=distributed"],
+        "weights.carrier",
+        "gloo carries weights.transport = distributed, and they travel by stream",
+    ),
+    (
         ["weights.transport=embedded", "rollout.engine=sglang"],
         ["weights.transport=embedded"],
         "weights.transport",

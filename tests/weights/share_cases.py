@@ -28,6 +28,10 @@ def one_life(payload: dict[str, Any]) -> Any:
     into ``out``.
     """
     config = make_config(Path(payload["path"]), payload["parallel"])
+    if "carrier" in payload:
+        weights = config.weights.model_copy(update={"carrier": payload["carrier"], "bucket_bytes": 4096})
+        patient = config.transport.model_copy(update={"weights_timeout_s": 120.0})
+        config = config.model_copy(update={"weights": weights, "transport": patient})
     topology = runtime.set_layout(config.parallel, seed=1)
     model = build_model("actor", Path(payload["path"]), config)
     publisher = WeightPublisher(payload["address"], config=config.transport) if topology.rank == 0 else None
@@ -39,7 +43,7 @@ def one_life(payload: dict[str, Any]) -> Any:
         refused = _without_room(publishing, payload["version"], model, topology)
     for version in range(payload["version"], payload["version"] + VERSIONS):
         if publisher is not None:
-            _until_somebody_is_there(publisher)
+            _until_they_are_there(publisher, payload.get("receivers", 1))
         publishing.publish(version, model)
         exported = export_hf(model)
         if publisher is not None:
@@ -70,8 +74,8 @@ def _without_room(publishing: EmbeddedPublishing, version: int, model: MegatronM
     return ""
 
 
-def _until_somebody_is_there(publisher: WeightPublisher) -> None:
+def _until_they_are_there(publisher: WeightPublisher, count: int) -> None:
     deadline = time.monotonic() + 60
-    while not publisher._seen:
-        assert time.monotonic() < deadline, "no receiver said hello"
+    while len(publisher._seen) < count:
+        assert time.monotonic() < deadline, "receivers did not say hello"
         time.sleep(0.02)

@@ -5,15 +5,16 @@ import os
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
 import numpy as np
 import torch
 
+from megasao.weights.group_serving import GroupShareServer
 from megasao.weights.mapped import MappedWeights, SegmentPair
-from megasao.weights.messages import Mapped, Share
+from megasao.weights.messages import Carrier, Mapped, Share
 from megasao.weights.publisher import WeightPublisher
 from megasao.weights.serving import ShareServer
 from megasao.weights.shared import (
@@ -71,11 +72,13 @@ def encode(manifest: ShareManifest) -> bytes:
     return encode_manifest(encode_layout(manifest.layout), manifest.sums)
 
 
-def offer(server: ShareServer, rank: int, version: int, share: tuple[ShareManifest, np.ndarray]) -> Share:
+def offer(
+    server: ShareServer, rank: int, version: int, share: tuple[ShareManifest, np.ndarray], stage: int = 0
+) -> Share:
     """Let ``server`` give out a share; how it is announced."""
     raw = encode(share[0])
     server.offer(version, raw, share[1].data)
-    return Share(rank, server.host, server.port, share[0].layout.total_bytes, zlib.crc32(raw))
+    return Share(rank, server.host, server.port, share[0].layout.total_bytes, zlib.crc32(raw), stage)
 
 
 def retire(server: ShareServer) -> None:
@@ -85,21 +88,34 @@ def retire(server: ShareServer) -> None:
 
 
 class Distributed:
-    """Versions go out from two ranks; as the trainer does it. ``through`` may put a wire before the ranks."""
+    """Versions go out from two ranks; as the trainer does it. ``through`` may put a wire before the ranks.
 
-    def __init__(self, host: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
-        self.servers = [ShareServer(host, SECRET, timeout_s=timeout_s) for _ in range(2)]
+    ``stages``: of the pipeline, in which the ranks are.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        timeout_s: float = 60.0,
+        carrier: Carrier = "tcp",
+        stages: Sequence[int] = (0, 0),
+    ) -> None:
+        serve = GroupShareServer if carrier == "gloo" else ShareServer
+        self.servers = [serve(host, SECRET, timeout_s=timeout_s) for _ in stages]
+        self.carrier, self.stages = carrier, stages
         self.through: Callable[[Share], Share] = lambda share: share
 
     def send(self, sender: WeightPublisher, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         sender.make_room(version)
         for server in self.servers:
             retire(server)
-        shares = [
-            self.through(offer(server, rank, version, share))
-            for rank, (server, share) in enumerate(zip(self.servers, cut_in_two(tensors), strict=True))
-        ]
-        sender.publish_elsewhere(SharedWeights(version, shares, SECRET))
+        shares = [self.through(share) for share in self.offer(version, tensors)]
+        sender.publish_elsewhere(SharedWeights(version, shares, SECRET, self.carrier))
+
+    def offer(self, version: int, tensors: Mapping[str, torch.Tensor]) -> list[Share]:
+        """Let the ranks give out a version; how it is announced."""
+        rows = enumerate(zip(self.servers, cut_in_two(tensors), self.stages, strict=True))
+        return [offer(server, rank, version, share, stage) for rank, (server, share, stage) in rows]
 
     def close(self) -> None:
         for server in self.servers:

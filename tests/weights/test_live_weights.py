@@ -37,11 +37,12 @@ from megasao.weights.receiver import WeightReceiver
 Way = Stream | Disk | Distributed | Embedded
 
 
-@pytest.fixture(params=["stream", "disk", "distributed", "embedded"])
+@pytest.fixture(params=["stream", "disk", "distributed", "gloo", "embedded"])
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Way]:
     """How a version travels; the protocol around it is one."""
-    if request.param in ("distributed", "embedded"):
-        ranks = Distributed() if request.param == "distributed" else Embedded(weights(0))
+    if request.param in ("distributed", "gloo", "embedded"):
+        carrier = "gloo" if request.param == "gloo" else "tcp"
+        ranks = Embedded(weights(0)) if request.param == "embedded" else Distributed(carrier=carrier)
         yield ranks
         ranks.close()
     else:

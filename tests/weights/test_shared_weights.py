@@ -223,7 +223,7 @@ def test_connections_are_kept_for_the_next_version_and_made_anew_where_a_rank_ha
     fetch(2)
     assert accepted[0] == accepted[1] and all(len(peers) == 1 for peers in accepted[0].values())
     with ranks.servers[0]._changed:
-        ranks.servers[0]._cut_all(lambda: ranks.servers[0]._peers)
+        ranks.servers[0]._end(lambda: ranks.servers[0]._peers)
     fetch(3)
     assert accepted[2] != accepted[1], "the one that was cut is another"
     assert accepted[2][ranks.servers[1].port] == accepted[1][ranks.servers[1].port]

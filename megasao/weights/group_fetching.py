@@ -1,0 +1,186 @@
+"""A receiver takes the shares of all ranks through process groups, one for each pipeline stage.
+
+It makes each group itself, alone, the first time that it wants a version from these ranks, and keeps it, with the
+connections over which it asks for the next ones. Invariants, asserted by the tests:
+- every size comes from a manifest that is the announced one, before anything is received;
+- whatever goes wrong ends the groups that were in use, and the next attempt makes new ones, with new names;
+- as without groups: nothing is handed on before all of it is intact, faults are named, and every wait is bounded.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+import msgspec
+import numpy as np
+
+from megasao.weights.arrivals import Arrivals, Bucket
+from megasao.weights.fetching import Fetching, SharesDownload
+from megasao.weights.groups import AHEAD, RECEIVER, GroupCall, open_store
+from megasao.weights.intake import Intake, Link, Stage
+from megasao.weights.messages import AnnounceShares, Share
+from megasao.weights.serving import LENGTH
+from megasao.weights.shared import ShareManifest, bucket_sum
+
+
+class GroupsDownload(SharesDownload):
+    """The announced version on its way through process groups."""
+
+    def _attempt(self, timeout_s: float) -> Fetching:
+        return GroupsFetching(self._announce, self._intake, timeout_s)
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """A rank of a stage, its number in the group, what it sends, and where that goes."""
+
+    share: Share
+    member: int
+    manifest: ShareManifest
+    buffer: np.ndarray
+
+    def place(self, number: int) -> np.ndarray:
+        """Where a bucket goes."""
+        each = self.manifest.layout.bucket_bytes
+        return self.buffer[number * each : (number + 1) * each]
+
+
+class GroupsFetching(Fetching):
+    """One attempt."""
+
+    def __init__(self, announce: AnnounceShares, intake: Intake, timeout_s: float) -> None:
+        super().__init__(announce, intake, timeout_s)
+        self._deadline = time.monotonic() + timeout_s
+
+    def run(self) -> None:
+        """Fetch all shares. ValueError if one is damaged or cannot be had."""
+        shares = sorted(self._announce.shares, key=lambda share: (share.stage, share.rank))
+        self._intake.keep_only((share.host, share.port) for share in shares)
+        stages = [list(of) for _, of in groupby(shares, key=lambda share: share.stage)]
+        if len(stages) == 1:
+            self._fetch_stage(stages[0])
+        else:
+            self._beside([partial(self._fetch_stage, of) for of in stages])
+
+    def _fetch_stage(self, shares: Sequence[Share]) -> None:
+        stage = self._intake.take_stage(tuple((share.host, share.port) for share in shares)) or Stage()
+        try:
+            sizes = self._asked_again(stage, shares) or self._asked(stage, shares)
+            problem = self._problem(stage, shares, sizes)
+            if problem is not None:
+                raise ValueError(problem)
+        except BaseException:
+            self._end(stage)
+            raise
+        with self._lock:
+            self._open.difference_update(link.connection for link in stage.links)
+        self._intake.keep_stage(stage)
+
+    def _asked_again(self, stage: Stage, shares: Sequence[Share]) -> list[int] | None:
+        """Ask over the connections of the version before; how long each manifest is, None if one is closed."""
+        if not stage.links:
+            return None
+        try:
+            for link in stage.links:
+                self._enter(link.connection)
+            for number, link in enumerate(stage.links):
+                self._call(link, stage.call, number, shares)
+            return [self._length(link) for link in stage.links]
+        except ConnectionError:
+            self._end(stage)
+            return None
+
+    def _asked(self, stage: Stage, shares: Sequence[Share]) -> list[int]:
+        """Connect to the ranks, and ask them, in a new group; how long each manifest is."""
+        for share in shares:
+            with self._named(share):
+                stage.links.append(self._opened(share))
+        if any(share.total_bytes for share in shares):
+            host = str(stage.links[0].connection.getsockname()[0])
+            stage.store = open_store(host, self._timeout_s)
+            name = self._intake.group_name(self._announce.epoch, shares[0].stage)
+            stage.call = GroupCall(name, host, stage.store.port, RECEIVER, 1 + max(_members(shares)))
+        sizes = []
+        for number, (share, link) in enumerate(zip(shares, stage.links, strict=True)):
+            with self._named(share):
+                self._call(link, stage.call, number, shares)
+        for share, link in zip(shares, stage.links, strict=True):
+            with self._named(share):
+                sizes.append(self._length(link))
+        return sizes
+
+    def _call(self, link: Link, call: GroupCall, number: int, shares: Sequence[Share]) -> None:
+        """Ask one rank for the version, through the group."""
+        body = msgspec.msgpack.encode(msgspec.structs.replace(call, rank=_members(shares)[number]))
+        version, called = LENGTH.pack(self._announce.version), LENGTH.pack(len(body)) + body
+        # In one piece: a second small one would wait until the first is acknowledged.
+        link.connection.sendall(self._proven(link, version) + self._proven(link, called))
+
+    def _problem(self, stage: Stage, shares: Sequence[Share], sizes: Sequence[int]) -> str | None:
+        """Receive everything; what went wrong, in words: an error would keep the group for a while."""
+        try:
+            self._receive(stage, self._lanes(stage, shares, sizes))
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _lanes(self, stage: Stage, shares: Sequence[Share], sizes: Sequence[int]) -> list[_Lane]:
+        manifests = []
+        for share, link, size in zip(shares, stage.links, sizes, strict=True):
+            with self._named(share):
+                manifests.append(self._manifest(link.connection, share, size))
+        return [
+            _Lane(share, member, manifest, self._intake.memory.take(manifest.layout.total_bytes))
+            for share, member, manifest in zip(shares, _members(shares), manifests, strict=True)
+        ]
+
+    def _receive(self, stage: Stage, lanes: Sequence[_Lane]) -> None:
+        """All buckets, of all ranks beside one another. ValueError names the rank and the bucket."""
+        order = sorted((number, at) for at, lane in enumerate(lanes) for number in range(len(lane.manifest.sums)))
+        if order:
+            coming = [Bucket(lanes[at].member, number, lanes[at].place(number)) for number, at in order]
+            seconds = self._deadline - time.monotonic()
+            ahead = AHEAD * max(lane.member for lane in lanes)
+            with Arrivals(stage, coming, ahead=ahead, timeout_s=self._timeout_s, seconds=seconds) as arrivals:
+                for number, at in order:
+                    self._take(arrivals, lanes, lanes[at], number)
+                arrivals.keep()
+        self._found.extend((lane.manifest, lane.buffer) for lane in lanes)
+
+    def _take(self, arrivals: Arrivals, lanes: Sequence[_Lane], lane: _Lane, number: int) -> None:
+        """Wait for a bucket, and compare its checksum."""
+        with self._named(lane.share, lane.manifest, number):
+            gone = arrivals.take()
+        if gone is not None:
+            with self._named(lanes[gone].share, lanes[gone].manifest, number):
+                raise ConnectionError("its connection ended" if not self._stopped else "given up")
+        with self._named(lane.share):
+            if bucket_sum(lane.place(number)) != lane.manifest.sums[number]:
+                raise ValueError(f"bucket {number} is damaged: its checksum does not match")
+
+    def _end(self, stage: Stage) -> None:
+        with self._lock:
+            self._open.difference_update(link.connection for link in stage.links)
+            stage.close()
+
+    @contextmanager
+    def _named(self, share: Share, manifest: ShareManifest | None = None, bucket: int = 0) -> Iterator[None]:
+        """Errors say whose they are."""
+        try:
+            yield
+        except (OSError, ValueError, msgspec.DecodeError) as error:
+            place = f"bucket {bucket} of {len(manifest.sums)}: " if manifest is not None else ""
+            raise ValueError(self._about(share, f"{place}{error}")) from error
+
+
+def _members(shares: Sequence[Share]) -> list[int]:
+    """Each rank's number in the group of its stage; one without bytes is not in it, and has the receiver's."""
+    held = 0
+    numbers = []
+    for share in shares:
+        held += share.total_bytes > 0
+        numbers.append(held if share.total_bytes else RECEIVER)
+    return numbers

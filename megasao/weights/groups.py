@@ -1,0 +1,131 @@
+"""Process groups of gloo that carry weights: one for each pipeline stage and receiver.
+
+Members are the stage's ranks that have bytes to give, from 1 on, and the receiver, 0. Nobody else is in a group, so it
+can be made alone at any time, and what ends it ends only this receiver's transfer of this stage. Members are connected
+when they first exchange something: ranks with the receiver, never with one another. Invariants, asserted by the tests:
+- every wait is bounded;
+- a name is used for one group only;
+- a group leaves no thread and no descriptor behind.
+"""
+
+import re
+import socket
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work
+
+RECEIVER = 0
+"""The receiver's rank in each of its groups."""
+AHEAD = 2
+"""Buckets of one rank that are under way at once: one travels while the other's checksum is compared."""
+MOST_CALL_BYTES = 4096
+_AT_ONCE_S = 0.001
+_MOST_MEMBERS = 2**16
+_Gloo: Any = ProcessGroupGloo  # torch's type stubs lack its methods
+_SOURCE = re.compile(r"^\[[^\]]*\]\s*")
+
+
+class GroupCall(msgspec.Struct, frozen=True):
+    """What a receiver asks a rank to join: the group ``name`` as its member ``rank`` of ``size``, over the store at
+    ``host``:``port``. Without a name there is none to join: the rank has no bytes to give."""
+
+    name: str
+    host: str
+    port: int
+    rank: int
+    size: int
+
+
+NO_GROUP = GroupCall("", "", 0, RECEIVER, 0)
+
+
+def check_call(call: GroupCall) -> None:
+    """ValueError saying what is wrong with a call that arrived."""
+    if not 0 < call.port < 2**16:
+        raise ValueError(f"a store at port {call.port}")
+    if not RECEIVER < call.rank < call.size <= _MOST_MEMBERS:
+        raise ValueError(f"member {call.rank} of a group of {call.size}")
+
+
+class Group:
+    """One process group, from the side of one member. Any error ends it."""
+
+    def __init__(self, call: GroupCall, own_host: str, timeout_s: float) -> None:
+        """Join. ``own_host``: the address of this machine at which the others reach it; ``timeout_s`` bounds every
+        wait. ConnectionError if there is no store."""
+        self.name = call.name
+        limit = timedelta(seconds=timeout_s)
+        with _told():
+            store = TCPStore(call.host, call.port, None, False, limit, wait_for_workers=False)
+            options = _Gloo._Options()
+            options._timeout, options._threads = limit, 1
+            options._devices = [_Gloo.create_device(hostname=own_host, lazy_init=True)]
+            self._group = _Gloo(PrefixStore(call.name, store), call.rank, call.size, options)
+
+    def send(self, bucket: Tensor, tag: int) -> Work:
+        """To the receiver; ``bucket``, uint8 [n], must not change before :func:`finish`. ConnectionError."""
+        with _told():
+            work: Work = self._group.send([bucket], RECEIVER, tag)
+            return work
+
+    def receive(self, place: Tensor, member: int, tag: int) -> Work:
+        """Into ``place``, uint8 [n], what ``member`` sends under ``tag``: exactly n bytes, since gloo ends the process
+        where more arrive. ConnectionError."""
+        with _told():
+            work: Work = self._group.recv([place], member, tag)
+            return work
+
+
+def finish(work: Work, seconds: float | None = None) -> None:
+    """Wait for it, at most ``seconds`` or the bound of its group. ConnectionError if it failed; the group is over."""
+    with _told():
+        if seconds is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=max(seconds, _AT_ONCE_S)))
+
+
+@contextmanager
+def under_way() -> Iterator[deque[Work]]:
+    """For what is being sent or received: on an error the rest is ended, and the group with it.
+
+    What is only forgotten is not: gloo's thread would turn in circles, and the group could never be left.
+    """
+    works: deque[Work] = deque()
+    try:
+        yield works
+    finally:
+        for work in works:
+            with suppress(ConnectionError):
+                finish(work, _AT_ONCE_S)
+
+
+def open_store(host: str, timeout_s: float) -> TCPStore:
+    """A store for a new group, at ``host``, an address of this machine, on a port that the system chooses.
+
+    It serves as long as there is a reference to it. OSError if it cannot.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        port = listener.getsockname()[1]
+        limit = timedelta(seconds=timeout_s)
+        with _told():
+            store = TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.fileno())
+        listener.detach()  # the store's own now
+        return store
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What goes wrong in torch is a ConnectionError, in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        first = _SOURCE.sub("", str(error).partition("\n")[0])
+        raise ConnectionError(first.partition(". This is typically")[0]) from error
