@@ -2,7 +2,8 @@
 
 Invariants, asserted by the tests:
 - what is recorded (``endpoints.json``) are the servers that a worker that starts now is to use;
-- a server ends only when its worker does not use it any more, or after a bounded time.
+- a server ends only when its worker does not use it any more, or after a bounded time; or when another launch has the
+  run: a node that was given up can have left this server alive.
 """
 
 import logging
@@ -47,7 +48,8 @@ class Registration:
 
     def is_over(self) -> bool:
         """Whether the server may end: it is not wanted, and not used any more, or its
-        ``supervision.stop_timeout_s`` for that are over; or it was added, and no controller answers. Asks now and then.
+        ``supervision.stop_timeout_s`` for that are over; or no controller answers, and it was added, or the run's is
+        another one now. Asks now and then.
         """
         now = time.monotonic()
         if now < self._next:
@@ -56,7 +58,7 @@ class Registration:
         try:
             answer, _ = self._client.request(self._message, timeout_s=_ANSWER_S)
         except TimeoutError:
-            return now - self._last_heard > self._silent_after_s
+            return now - self._last_heard > self._silent_after_s or self._is_taken_over()
         self._last_heard = now
         if not isinstance(answer, ServerWanted) or answer.wanted:
             return False
@@ -66,6 +68,13 @@ class Registration:
             self._message = structs.replace(self._message, leaving=True)
             self._run.change_engines(lambda engines: without(engines, self._message.name))
         return not answer.used or now > self._leave_by
+
+    def _is_taken_over(self) -> bool:
+        current = self._run.controller_address()
+        if current in (None, self._client.address):
+            return False
+        logger.warning("the controller of %s is now at %s; %s ends", self._run.path, current, self._message.name)
+        return True
 
     def close(self) -> None:
         """Let go of the controller."""

@@ -1,5 +1,7 @@
 """SGLang servers that register, are added and leave: what the controller knows of them, and what their workers hear."""
 
+from dataclasses import replace
+
 import pytest
 from controller_support import free_address, make_config, make_run, serving
 from test_server import worker_of
@@ -119,6 +121,8 @@ def test_a_server_that_was_added_ends_when_the_run_is_gone_and_others_wait(run, 
     until_over(added)
     planned._next = 0.0
     assert not planned.is_over(), "the controller may be restarting"
+    run.write_endpoints(replace(run.read_endpoints(), controller=free_address()))
+    until_over(planned)  # another launch has the run
     added.close()
     planned.close()
 
