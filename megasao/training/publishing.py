@@ -31,8 +31,9 @@ from megasao.megatron.models import MegatronModel
 from megasao.megatron.runtime import Topology, gather_bytes, gather_counts, gather_numbers
 from megasao.weights import directory
 from megasao.weights.group_serving import GroupShareServer
-from megasao.weights.mapped import MappedWeights, Segment, SegmentPair, room_for, this_machine
+from megasao.weights.mapped import MappedWeights, Segment, SegmentPair, room_for
 from megasao.weights.messages import Mapped, Share
+from megasao.weights.ownership import this_machine
 from megasao.weights.publication import Elsewhere
 from megasao.weights.publisher import WeightPublisher
 from megasao.weights.serving import ShareServer, address_towards

@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -29,16 +28,11 @@ import torch
 from torch import Tensor
 
 from megasao.weights.messages import AnnounceMapped, Mapped
+from megasao.weights.ownership import this_machine
 from megasao.weights.shared import SMALL_BYTES, Lease, ShareManifest, ShareTensors, bucket_sum, read_manifest
 
 _NAME = "megasao-weights"
 _PIECES = 2
-
-
-@cache
-def this_machine() -> str:
-    """A name that no other machine has, nor this one after it starts anew."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 # the trainer's side

@@ -20,6 +20,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Ownership:
                 raise ValueError(f"another process keeps weights in {directory}; is this role running twice?")
             time.sleep(0.05)
         self._fd = lock
-        content = json.dumps({"what": _WHAT, "machine": _machine(), "host": socket.gethostname()}).encode()
+        content = json.dumps({"what": _WHAT, "machine": this_machine(), "host": socket.gethostname()}).encode()
         os.pwrite(self._fd, content, 0)
         os.ftruncate(self._fd, len(content))
 
@@ -148,9 +149,11 @@ def _is_of_this_machine(fd: int) -> bool:
         return False
     if not isinstance(content, dict) or content.get("what") != _WHAT:
         return False
-    return content.get("machine") == _machine() or content.get("host") == socket.gethostname()  # it may have restarted
+    same_host = content.get("host") == socket.gethostname()  # it may have restarted
+    return same_host or content.get("machine") == this_machine()
 
 
-def _machine() -> str:
-    """A name of this machine until it starts anew."""
+@cache
+def this_machine() -> str:
+    """A name that no other machine has, nor this one after it starts anew."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -19,8 +19,9 @@ from weight_world import RecordingSink, connected, equal, free_address, publishe
 from megasao.config.rollout import TransportConfig
 from megasao.weights import mapped
 from megasao.weights.intake import Intake
-from megasao.weights.mapped import MappedDownload, MappedWeights, Mappings, Segment, SegmentPair, room_for, this_machine
+from megasao.weights.mapped import MappedDownload, MappedWeights, Mappings, Segment, SegmentPair, room_for
 from megasao.weights.messages import AnnounceMapped, Mapped
+from megasao.weights.ownership import this_machine
 from megasao.weights.publisher import WeightPublisher
 
 PATIENT = TransportConfig(heartbeat_s=0.05, weights_timeout_s=60.0, dead_after_s=60.0)
