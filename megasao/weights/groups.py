@@ -26,6 +26,8 @@ AHEAD = 2
 """Buckets of one rank that are under way at once: one travels while the other's checksum is compared."""
 MOST_CALL_BYTES = 4096
 _AT_ONCE_S = 0.001
+_CONNECT = timedelta(seconds=10)
+"""To a store that is there already, or whose receiver is gone."""
 _MOST_MEMBERS = 2**16
 _Gloo: Any = ProcessGroupGloo  # torch's type stubs lack its methods
 _SOURCE = re.compile(r"^\[[^\]]*\]\s*")
@@ -62,7 +64,8 @@ class Group:
         self.name = call.name
         limit = timedelta(seconds=timeout_s)
         with _told():
-            store = TCPStore(call.host, call.port, None, False, limit, wait_for_workers=False)
+            store = TCPStore(call.host, call.port, None, False, min(limit, _CONNECT), wait_for_workers=False)
+            store.set_timeout(limit)
             options = _Gloo._Options()
             options._timeout, options._threads = limit, 1
             options._devices = [_Gloo.create_device(hostname=own_host, lazy_init=True)]
