@@ -15,7 +15,7 @@ from weight_world import equal, weights
 
 from megasao.weights.group_fetching import GroupsDownload
 from megasao.weights.group_serving import GroupShareServer
-from megasao.weights.groups import Group, GroupCall, check_call, finish, open_store, under_way
+from megasao.weights.groups import RECEIVER, Group, GroupCall, check_call, finish, under_way
 from megasao.weights.intake import LANES, Intake
 from megasao.weights.messages import AnnounceShares, Share
 from megasao.weights.serving import LENGTH, NONCE_BYTES, bound, proof, receive_into
@@ -102,10 +102,10 @@ def test_what_is_not_the_announced_version_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"port": 0}, "port 0"), ({"port": 2**16}, "port 65536"), ({"rank": 0}, "member 0"), ({"rank": 2}, "member 2")],
+    [({"rank": 0}, "member 0"), ({"rank": -1}, "member -1"), ({"rank": 2}, "member 2"), ({"size": 2**20}, "1048576")],
 )
 def test_a_group_that_cannot_be_is_not_joined(change: dict, reason: str) -> None:
-    call = GroupCall("weights/here", "127.0.0.1", 1, 1, 2)
+    call = GroupCall("weights/here", 1, 2, b"there")
     check_call(call)
     with pytest.raises(ValueError, match=reason):
         check_call(msgspec.structs.replace(call, **change))
@@ -120,7 +120,7 @@ def test_who_names_no_group_or_cannot_prove_it_gets_only_the_end_of_the_connecti
     nonce = bytearray(NONCE_BYTES)
     receive_into(connection, memoryview(nonce))
     asked = LENGTH.pack(1)
-    call = msgspec.msgpack.encode(GroupCall("weights/here", "127.0.0.1", 1, 1, 2)) if body is None else body
+    call = msgspec.msgpack.encode(GroupCall("weights/here", 1, 2, b"there")) if body is None else body
     called = LENGTH.pack(len(call)) + call
     proven = proof(SECRET, bytes(nonce), called) if body is not None else bytes(32)
     connection.sendall(asked + proof(SECRET, bytes(nonce), asked) + called + proven)
@@ -177,12 +177,12 @@ def test_waiting_for_a_rank_that_does_not_send_is_bounded_on_both_sides() -> Non
 
 def test_a_group_in_which_a_bucket_is_under_way_can_be_left() -> None:
     """What was only forgotten would keep gloo's thread, and whoever waits for it, for ever."""
-    store = open_store("127.0.0.1", 60)
-    calls = [GroupCall("weights/here", "127.0.0.1", store.port, rank, 2) for rank in range(2)]
+    receiver, sender = (Group("weights/here", rank, 2, "127.0.0.1", 60) for rank in range(2))
+    receiver.meet(1, sender.address)
+    sender.meet(RECEIVER, receiver.address)
     lost: list[str] = []
 
-    def send() -> None:
-        group = Group(calls[1], "127.0.0.1", 60)
+    def send(group: Group) -> None:
         try:
             with under_way() as works:
                 for tag in range(3):
@@ -192,9 +192,8 @@ def test_a_group_in_which_a_bucket_is_under_way_can_be_left() -> None:
         except ConnectionError as error:
             lost.append(str(error))
 
-    thread = threading.Thread(target=send)
+    thread = threading.Thread(target=send, args=(sender,))
     thread.start()
-    receiver = Group(calls[0], "127.0.0.1", 60)
     places = [torch.zeros(2**20, dtype=torch.uint8) for _ in range(2)]
     finish(receiver.receive(places[0], 1, 0))
     assert bool((places[0] == 1).all())
