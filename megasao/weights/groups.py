@@ -64,11 +64,11 @@ class Group:
             options = _Gloo._Options()
             options._timeout, options._threads = limit, 1
             options._devices = [_Gloo.create_device(hostname=own_host, lazy_init=True)]
-            self._addresses = HashStore()
+            self._addresses: Any = HashStore()
             self._addresses.set_timeout(limit)
             self._group = _Gloo(PrefixStore(name, self._addresses), rank, size, options)
             (key,) = self._addresses.list_keys()
-            self.address = self._addresses.get(key)
+            self.address: bytes = self._addresses.get(key)
         self._path = key.removesuffix(str(rank))
 
     def meet(self, member: int, address: bytes) -> None:
