@@ -64,7 +64,7 @@ def open_hf(path: Path) -> HfCheckpoint:
             that is no number.
     """
     if not path.is_dir():
-        raise UserError(f"{path} is not a directory; give a Hugging Face checkpoint directory")
+        raise UserError(f"{path} is not a directory; give a Hugging Face checkpoint directory (nothing is downloaded)")
     try:
         hf_config = read_hf_config(path)
         files = TensorFiles(checkpoint_files(path))
@@ -93,7 +93,7 @@ def _block(path: Path, hf_config: dict[str, Any]) -> Block | None:
     settings = quantization if isinstance(quantization, dict) else {}
     method, block = settings.get("quant_method"), settings.get("weight_block_size")
     match block:
-        case [int(rows), int(columns)] if method == "fp8" and rows > 0 and columns > 0:
+        case [int(rows), int(columns)] if method == "fp8" and min(rows, columns) > 0 and bool not in map(type, block):
             return rows, columns
     raise UserError(
         f"{path / 'config.json'}: quantization_config has quant_method = {method!r} and weight_block_size = {block!r}; "
@@ -115,6 +115,8 @@ def _index_problem(index: dict[str, str] | None, files: TensorFiles) -> str | No
 
 def _scale_problem(checkpoint: HfCheckpoint) -> str | None:
     """FP8 without scales, or scales that do not fit."""
+    if checkpoint.block is not None and all(info.dtype != FP8 for info in checkpoint.files.infos()):
+        return "has no tensor in FP8, but config.json has quantization_config"
     for info in checkpoint.files.infos():
         if info.dtype != FP8:
             continue
