@@ -138,14 +138,15 @@ def _parts(way: Any, version: int, share: Any, topology: Any, repeats: int) -> d
     from megasao.megatron.bridge.share import ShareCopy
     from megasao.megatron.runtime import gather_numbers
     from megasao.weights.mapped import MappedWeights
-    from megasao.weights.shared import bucket_sum
+    from megasao.weights.shared import SMALL_BYTES, bucket_sum
 
     memory = ShareCopy(share, torch.zeros(share.total_bytes, dtype=torch.uint8))
     whole = torch.zeros(share.total_bytes * RANKS, dtype=torch.uint8)
     versions = itertools.count(version)
 
     def collectives() -> None:
-        topology.barrier()
+        if len(whole) > SMALL_BYTES:
+            topology.barrier()
         gather_numbers([0] * 5)
 
     def sums() -> None:
@@ -292,11 +293,12 @@ async def _write_on_node(directory: Path, nodes: Any) -> None:
     from megasao.rollout.engines.sglang_weights import read_layout
     from megasao.weights.flat import pack
     from megasao.weights.nodes import NodeDirectory
-    from megasao.weights.shared import Piece, ShareManifest, ShareTensors
+    from megasao.weights.shared import Piece, ShareLayout, ShareManifest, ShareTensors
 
     flat = pack(1, dict(_published(directory)), BUCKET)
     pieces = [Piece(spec.name, spec.dtype, spec.shape, 0, 0, spec.shape, spec.offset) for spec in flat.specs]
-    share = ShareTensors([(ShareManifest(pieces, flat.total_bytes, BUCKET, []), np.asarray(flat.buffer))], _LABEL)
+    manifest = ShareManifest(ShareLayout(pieces, flat.total_bytes, BUCKET), [])
+    share = ShareTensors([(manifest, np.asarray(flat.buffer))], _LABEL)
     node = NodeDirectory(nodes.directory, nodes.markers[0], read_layout(directory / "hf"), file_bytes=2**31)
     await node.prepare_weights(1, share)
 

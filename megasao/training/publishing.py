@@ -18,7 +18,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-import msgspec
 import torch
 
 from megasao.config import Config
@@ -36,7 +35,7 @@ from megasao.weights.messages import Mapped, Share
 from megasao.weights.publication import Elsewhere
 from megasao.weights.publisher import WeightPublisher
 from megasao.weights.serving import ShareServer, address_towards
-from megasao.weights.shared import SharedWeights, ShareManifest
+from megasao.weights.shared import SMALL_BYTES, SharedWeights
 
 
 class Publishing(ABC):
@@ -151,14 +150,18 @@ class _SharePublishing(Publishing):
     config: Config
     topology: Topology
     share: RankShare | None = None
+    small = False
+    """Whether versions are kept twice, so that one is copied without asking whether the one before is committed."""
 
     def publish(self, version: int, model: MegatronModel) -> None:
         if self.publisher is not None:
             self.publisher.make_room(version)
-        self.topology.barrier()  # the version before is committed
+        if not self.small:
+            self.topology.barrier()  # the version before is committed
         if self.share is None:
             fp8 = self.config.weights.dtype == "fp8_block"
             self.share = RankShare(model, self.config.weights.bucket_bytes, fp8=fp8)
+            self.small = sum(gather_counts(self.share.total_bytes)) <= SMALL_BYTES
         row, error = [0] * _COLUMNS, None
         try:
             row = self._copy(version, self.share)
@@ -193,7 +196,8 @@ class DistributedPublishing(_SharePublishing):
     config: Config
     topology: Topology
     publisher: WeightPublisher | None
-    _memory: ShareCopy | None = field(default=None, init=False)
+    _memories: list[tuple[int, ShareCopy]] = field(default_factory=list, init=False)
+    """With the version in each, the oldest first."""
 
     def __post_init__(self) -> None:
         secret = secrets.token_bytes(32) if self.topology.rank == 0 else None
@@ -202,14 +206,20 @@ class DistributedPublishing(_SharePublishing):
         self._hosts = [host.decode() for host in gather_bytes(self.host.encode())]
 
     def _copy(self, version: int, share: RankShare) -> list[int]:
-        self._server.retire()
-        if self._memory is None:
-            # Memory that a GPU copies into directly.
-            flat = torch.zeros(share.total_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-            self._memory = ShareCopy(share, flat)
-        manifest = _manifest(share, self._memory.fill())
-        self._server.offer(version, manifest, self._memory.data)
+        memory = self._free_memory(share)
+        manifest = share.manifest(memory.fill())
+        self._server.offer(version, manifest, memory.data)
+        self._memories.append((version, memory))
         return [self._server.port, share.total_bytes, zlib.crc32(manifest), 0]
+
+    def _free_memory(self, share: RankShare) -> ShareCopy:
+        """That of the version before, or of a small one the version before that; nobody reads it any more."""
+        if len(self._memories) > self.small:
+            version, memory = self._memories.pop(0)
+            self._server.retire(version)
+            return memory
+        # Memory that a GPU copies into directly.
+        return ShareCopy(share, torch.zeros(share.total_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
 
     def _whole(self, version: int, rows: list[list[int]]) -> SharedWeights:
         shares = [
@@ -259,7 +269,7 @@ class EmbeddedPublishing(_SharePublishing):
             raise
         if segment not in self._copies:
             self._copies[segment] = ShareCopy(share, segment.flat)
-        manifest = _manifest(share, self._copies[segment].fill())
+        manifest = share.manifest(self._copies[segment].fill())
         return [self._memory.show(manifest), share.total_bytes, len(manifest), zlib.crc32(manifest)]
 
     def _whole(self, version: int, rows: list[list[int]]) -> MappedWeights:
@@ -270,10 +280,6 @@ class EmbeddedPublishing(_SharePublishing):
         self._copies.clear()
         if self._memory is not None:
             self._memory.close()
-
-
-def _manifest(share: RankShare, sums: list[int]) -> bytes:
-    return msgspec.msgpack.encode(ShareManifest(share.pieces, share.total_bytes, share.bucket_bytes, sums))
 
 
 def make_publishing(

@@ -25,13 +25,9 @@ from megasao.weights.intake import Intake, Link
 from megasao.weights.messages import AnnounceShares, Share
 from megasao.weights.nodes import NodeWeights
 from megasao.weights.serving import LENGTH, NONCE_BYTES, bound, proof, receive_into
-from megasao.weights.shared import ShareManifest, ShareTensors, bucket_sum, check_manifest
+from megasao.weights.shared import SMALL_BYTES, ShareManifest, ShareTensors, bucket_sum, read_manifest
 
 MOST_MANIFEST_BYTES = 2**28
-
-SMALL_BYTES = 32 * 2**20
-"""Versions of so many bytes are read by one thread, over connections that are kept. Beside the transfer of larger ones
-a new connection costs nothing."""
 
 
 class SharesDownload:
@@ -235,15 +231,14 @@ class _Fetching:
         receive_into(connection, memoryview(raw))
         if zlib.crc32(raw) != share.manifest_crc32:
             raise ValueError("its manifest is damaged: the CRC-32 is not the announced one")
-        manifest = msgspec.msgpack.decode(raw, type=ShareManifest)
-        check_manifest(manifest, share.total_bytes)
+        manifest = read_manifest(raw, share.total_bytes)
         return manifest, self._buckets(connection, manifest)
 
     def _buckets(self, connection: socket.socket, manifest: ShareManifest) -> np.ndarray:
-        buffer = self._intake.memory.take(manifest.total_bytes)
+        buffer = self._intake.memory.take(manifest.layout.total_bytes)
         for index, expected in enumerate(manifest.sums):
-            start = index * manifest.bucket_bytes
-            bucket = buffer[start : start + manifest.bucket_bytes]
+            start = index * manifest.layout.bucket_bytes
+            bucket = buffer[start : start + manifest.layout.bucket_bytes]
             try:
                 receive_into(connection, bucket.data)
             except OSError as error:

@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megasao.weights.messages import AnnounceMapped, Mapped
-from megasao.weights.shared import Lease, ShareManifest, ShareTensors, bucket_sum, check_manifest
+from megasao.weights.shared import SMALL_BYTES, Lease, ShareManifest, ShareTensors, bucket_sum, read_manifest
 
 _NAME = "megasao-weights"
 _PIECES = 2
@@ -198,9 +198,7 @@ def _manifest(fd: int, memory: Mapped) -> ShareManifest:
     raw = os.pread(fd, memory.manifest_bytes, memory.total_bytes)
     if zlib.crc32(raw) != memory.manifest_crc32:
         raise ValueError("its manifest is not the announced one: its CRC-32 is another")
-    manifest = msgspec.msgpack.decode(raw, type=ShareManifest)
-    check_manifest(manifest, memory.total_bytes)
-    return manifest
+    return read_manifest(raw, memory.total_bytes)
 
 
 def _let_go(fd: int, mapped: np.ndarray) -> None:
@@ -224,6 +222,7 @@ class MappedDownload:
         self.epoch, self.version = announce.epoch, announce.version
         self._announce, self._mappings, self._threads = announce, mappings, threads
         self._tensors: ShareTensors | None = None
+        self._stopped = threading.Event()
         self.staged = False
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -233,20 +232,25 @@ class MappedDownload:
 
     async def verify(self, timeout_s: float) -> str | None:
         """Compare every bucket; what is wrong with one, or that it took too long."""
-        stopped = threading.Event()
+        small = sum(memory.total_bytes for memory in self._announce.memories) <= SMALL_BYTES
         try:
-            self._tensors = await asyncio.wait_for(asyncio.to_thread(self._map, stopped), timeout_s)
+            if small:
+                self._tensors = self._map(map)
+            else:
+                mapping = asyncio.to_thread(self._map, self._threads.map)
+                self._tensors = await asyncio.wait_for(mapping, timeout_s)
         except TimeoutError:
             problem = f"comparing the checksums of weights {self.version} took more than {timeout_s:g} s"
         except (ValueError, OSError) as error:
             problem = str(error)
         else:
             return None
-        stopped.set()
+        self._stopped.set()
         self._mappings.clear()  # the next attempt begins with what is there
         return problem
 
-    def _map(self, stopped: threading.Event) -> ShareTensors:
+    def _map(self, on_each: Callable[..., Iterable[None]]) -> ShareTensors:
+        """``on_each``: as ``map``, here or in threads."""
         self._mappings.begin()
         found, buckets = [], []
         for memory in self._announce.memories:
@@ -261,14 +265,14 @@ class MappedDownload:
 
         def check(which: tuple[int, int, ShareManifest, np.ndarray]) -> None:
             rank, number, manifest, data = which
-            start = number * manifest.bucket_bytes
-            whole = stopped.is_set() or bucket_sum(data[start : start + manifest.bucket_bytes]) == manifest.sums[number]
-            if not whole:
+            each = manifest.layout.bucket_bytes
+            bucket = data[number * each : (number + 1) * each]
+            if not self._stopped.is_set() and bucket_sum(bucket) != manifest.sums[number]:
                 raise ValueError(
                     f"weights {self.version} of trainer rank {rank}: bucket {number} is damaged: "
                     "its checksum does not match"
                 )
 
-        for _ in self._threads.map(check, buckets):
+        for _ in on_each(check, buckets):
             pass
         return ShareTensors(found)

@@ -1,4 +1,4 @@
-"""One trainer rank's share of the newest version, for every receiver that asks: a thread of its own for each.
+"""One trainer rank's share of the newest versions, for every receiver that asks: a thread of its own for each.
 
 Over one connection: a nonce to the receiver; then, for each version, which one it wants, with a proof that it knows the
 secret; the manifest, length first (0: there is no such version); the share. A receiver may ask for the next version on
@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -33,7 +34,6 @@ _MOST_WAITING = 256
 
 @dataclass(frozen=True)
 class _Offer:
-    version: int
     manifest: bytes
     share: memoryview
 
@@ -50,30 +50,30 @@ class ShareServer:
         except OSError as error:
             raise ValueError(f"cannot serve weights at {host}: {error}; is it an address of this machine?") from error
         self.port: int = self._listener.getsockname()[1]
-        self._offer: _Offer | None = None
+        self._offers: dict[int, _Offer] = {}
         self._peers: set[socket.socket] = set()
-        self._reading: set[socket.socket] = set()
+        self._reading: dict[socket.socket, int] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="weight-share", daemon=True)
         self._thread.start()
 
     def offer(self, version: int, manifest: bytes, share: memoryview) -> None:
-        """Serve this version from now on. ``share`` must not change before :meth:`retire`."""
+        """Serve this version too from now on. ``share`` must not change before :meth:`retire`."""
         with self._changed:
-            self._offer = _Offer(version, manifest, share)
+            self._offers[version] = _Offer(manifest, share)
 
-    def retire(self) -> None:
-        """Serve no version; on return nobody reads the share. RuntimeError if a connection cannot be cut."""
+    def retire(self, version: int) -> None:
+        """Serve it no more; on return nobody reads its share. RuntimeError if a connection cannot be cut."""
         with self._changed:
-            self._offer = None
-            self._cut_all(self._reading)
+            del self._offers[version]
+            self._cut_all(lambda: [peer for peer, read in self._reading.items() if read == version])
 
-    def _cut_all(self, peers: set[socket.socket]) -> None:
-        for peer in peers:
+    def _cut_all(self, peers: Callable[[], Collection[socket.socket]]) -> None:
+        for peer in peers():
             _cut(peer)
-        if not self._changed.wait_for(lambda: not peers, _GRACE_S):
-            raise RuntimeError(f"{len(peers)} connections to {self.host}:{self.port} do not end")
+        if not self._changed.wait_for(lambda: not peers(), _GRACE_S):
+            raise RuntimeError(f"{len(peers())} connections to {self.host}:{self.port} do not end")
 
     def close(self) -> None:
         """Stop."""
@@ -82,8 +82,8 @@ class ShareServer:
         self._listener.close()
         self._thread.join(_GRACE_S)
         with self._changed:
-            self._offer = None
-            self._cut_all(self._peers)
+            self._offers = {}
+            self._cut_all(lambda: self._peers)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -112,7 +112,7 @@ class ShareServer:
             with self._changed:
                 peer.close()
                 self._peers.discard(peer)
-                self._reading.discard(peer)
+                self._reading.pop(peer, None)
                 self._changed.notify_all()
 
     def _asked(self, peer: socket.socket, nonce: bytes) -> int | None:
@@ -129,15 +129,15 @@ class ShareServer:
     def _answer(self, peer: socket.socket, version: int) -> None:
         """Send the version, if it is here."""
         with self._changed:
-            offer = self._offer if self._offer is not None and self._offer.version == version else None
+            offer = self._offers.get(version)
             if offer is not None:
-                self._reading.add(peer)
+                self._reading[peer] = version
         manifest = offer.manifest if offer is not None else b""
         peer.sendall(LENGTH.pack(len(manifest)) + manifest)
         if offer is not None:
             peer.sendall(offer.share)
         with self._changed:
-            self._reading.discard(peer)
+            self._reading.pop(peer, None)
             self._changed.notify_all()
 
 

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import msgspec
@@ -27,6 +27,10 @@ from megasao.weights.messages import AnnounceShares, Share
 
 ALIGNMENT = 64
 """Pieces begin, and shares end, at multiples of it, bytes."""
+
+SMALL_BYTES = 32 * 2**20
+"""Versions of at most so many bytes go out in fewer steps: they take no longer than another thread, a new connection or
+a meeting of the ranks does, and may be kept twice."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -53,13 +57,64 @@ class Piece(msgspec.Struct, frozen=True):
         return share[self.offset : self.offset + self.nbytes].view(DTYPES[self.dtype]).view(self.shape)
 
 
-class ShareManifest(msgspec.Struct, frozen=True):
-    """What is in a share, and :func:`bucket_sum` of each ``bucket_bytes`` of it (the last bucket may be shorter)."""
+class ShareLayout(msgspec.Struct, frozen=True, eq=False):
+    """What is in a share, in all versions; checksums are of ``bucket_bytes`` (the last bucket may be shorter).
+
+    The same layout read again is the same object.
+    """
 
     pieces: list[Piece]
     total_bytes: int
     bucket_bytes: int
+
+
+@dataclass(frozen=True)
+class ShareManifest:
+    """A share's layout, and :func:`bucket_sum` of each bucket of this version."""
+
+    layout: ShareLayout
     sums: list[int]
+
+
+class _Wire(msgspec.Struct, frozen=True):
+    layout: msgspec.Raw
+    sums: list[int]
+
+
+def encode_layout(layout: ShareLayout) -> msgspec.Raw:
+    """For :func:`encode_manifest`, once for all versions."""
+    return msgspec.Raw(msgspec.msgpack.encode(layout))
+
+
+def encode_manifest(layout: msgspec.Raw, sums: list[int]) -> bytes:
+    """As it goes to the receivers."""
+    return msgspec.msgpack.encode(_Wire(layout, sums))
+
+
+def read_manifest(raw: bytes | bytearray, expected_bytes: int) -> ShareManifest:
+    """The manifest of a share of ``expected_bytes``. ValueError (of msgspec too) saying what is wrong with it."""
+    wire = msgspec.msgpack.decode(raw, type=_Wire)
+    layout = _read_layout(bytes(wire.layout))
+    if layout.total_bytes != expected_bytes:
+        raise ValueError(f"its manifest is of {layout.total_bytes} bytes, announced were {expected_bytes}")
+    if len(wire.sums) != -(-layout.total_bytes // layout.bucket_bytes):
+        raise ValueError(f"{len(wire.sums)} checksums for {layout.total_bytes} bytes do not fit")
+    return ShareManifest(layout, wire.sums)
+
+
+@lru_cache(maxsize=1024)
+def _read_layout(raw: bytes) -> ShareLayout:
+    layout = msgspec.msgpack.decode(raw, type=ShareLayout)
+    if layout.bucket_bytes < ALIGNMENT or layout.bucket_bytes % ALIGNMENT or layout.total_bytes % ALIGNMENT:
+        raise ValueError(f"buckets of {layout.bucket_bytes} bytes; expected a multiple of {ALIGNMENT}")
+    for piece in layout.pieces:
+        if piece.dtype not in DTYPES:
+            raise ValueError(f"{piece.name} has dtype {piece.dtype!r}, expected one of {sorted(DTYPES)}")
+        if min(piece.shape, default=0) < 0 or piece.offset < 0 or piece.offset % ALIGNMENT:
+            raise ValueError(f"{piece.name} has no place at byte {piece.offset}")
+        if piece.offset + piece.nbytes > layout.total_bytes:
+            raise ValueError(f"{piece.name} ends beyond the share")
+    return layout
 
 
 @dataclass(frozen=True)
@@ -153,18 +208,12 @@ class ShareTensors(Mapping[str, Tensor]):
         ValueError names a tensor that is not whole.
         """
         self.label = label
-        self._pieces: dict[str, list[tuple[Piece, Tensor]]] = {}
-        for manifest, buffer in shares:
-            flat = torch.from_numpy(buffer)
-            for piece in manifest.pieces:
-                self._pieces.setdefault(piece.name, []).append((piece, flat))
-        for found in self._pieces.values():
-            found.sort(key=lambda pair: pair[0].start)
-            _check_whole([piece for piece, _ in found])
+        self._flats = [torch.from_numpy(buffer) for _, buffer in shares]
+        self._pieces = _whole(tuple(manifest.layout for manifest, _ in shares))
 
     def release(self) -> None:
         """Let go of all tensors."""
-        self._pieces = {}
+        self._flats, self._pieces = [], {}
 
     @property
     def infos(self) -> dict[str, TensorInfo]:
@@ -174,7 +223,7 @@ class ShareTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         found = self._pieces[name]
-        views = [piece.view(flat) for piece, flat in found]
+        views = [piece.view(self._flats[share]) for piece, share in found]
         return views[0] if len(views) == 1 else torch.cat(views, dim=found[0][0].dim)
 
     def __iter__(self) -> Iterator[str]:
@@ -184,21 +233,17 @@ class ShareTensors(Mapping[str, Tensor]):
         return len(self._pieces)
 
 
-def check_manifest(manifest: ShareManifest, expected_bytes: int) -> None:
-    """ValueError saying what is wrong with a manifest that arrived."""
-    if manifest.total_bytes != expected_bytes:
-        raise ValueError(f"its manifest is of {manifest.total_bytes} bytes, announced were {expected_bytes}")
-    if manifest.bucket_bytes < ALIGNMENT or manifest.bucket_bytes % ALIGNMENT or manifest.total_bytes % ALIGNMENT:
-        raise ValueError(f"buckets of {manifest.bucket_bytes} bytes; expected a multiple of {ALIGNMENT}")
-    if len(manifest.sums) != -(-manifest.total_bytes // manifest.bucket_bytes):
-        raise ValueError(f"{len(manifest.sums)} checksums for {manifest.total_bytes} bytes do not fit")
-    for piece in manifest.pieces:
-        if piece.dtype not in DTYPES:
-            raise ValueError(f"{piece.name} has dtype {piece.dtype!r}, expected one of {sorted(DTYPES)}")
-        if min(piece.shape, default=0) < 0 or piece.offset < 0 or piece.offset % ALIGNMENT:
-            raise ValueError(f"{piece.name} has no place at byte {piece.offset}")
-        if piece.offset + piece.nbytes > manifest.total_bytes:
-            raise ValueError(f"{piece.name} ends beyond the share")
+@lru_cache(maxsize=2)
+def _whole(layouts: tuple[ShareLayout, ...]) -> Mapping[str, list[tuple[Piece, int]]]:
+    """Each tensor's pieces in their order, with the number of the share that has it. ValueError if one is not whole."""
+    pieces: dict[str, list[tuple[Piece, int]]] = {}
+    for share, layout in enumerate(layouts):
+        for piece in layout.pieces:
+            pieces.setdefault(piece.name, []).append((piece, share))
+    for found in pieces.values():
+        found.sort(key=lambda pair: pair[0].start)
+        _check_whole([piece for piece, _ in found])
+    return pieces
 
 
 def _check_whole(pieces: Sequence[Piece]) -> None:

@@ -26,7 +26,6 @@ from megasao.megatron.optimizer import build_optimizer
 from megasao.training.publishing import DiskPublishing
 from megasao.weights import directory
 from megasao.weights.publisher import WeightPublisher
-from megasao.weights.shared import ShareManifest
 from tests.megatron.tiny import make_config
 
 Payload = dict[str, Any]
@@ -70,9 +69,9 @@ def keep_share(model: MegatronModel, job: Payload, rank: int) -> None:
     with mistake(job.get("mistake")):
         share = RankShare(model, job["bucket_bytes"], fp8="weights" in job)
         memory = ShareCopy(share, torch.zeros(share.total_bytes, dtype=torch.uint8))
-        manifest = ShareManifest(share.pieces, share.total_bytes, share.bucket_bytes, memory.fill())
+        manifest = share.manifest(memory.fill())
     out = Path(job["out"])
-    (out / f"{rank}.manifest").write_bytes(msgspec.msgpack.encode(manifest))
+    (out / f"{rank}.manifest").write_bytes(manifest)
     (out / f"{rank}.share").write_bytes(memory.data)
 
 

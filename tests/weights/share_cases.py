@@ -17,11 +17,14 @@ from megasao.training.publishing import DistributedPublishing, EmbeddedPublishin
 from megasao.weights.publisher import WeightPublisher
 from tests.megatron.tiny import make_config
 
+VERSIONS = 4
+"""More than a rank keeps of one."""
+
 
 def one_life(payload: dict[str, Any]) -> Any:
-    """A trainer that publishes the version it loaded, changes its weights, and publishes the next.
+    """A trainer that publishes the version it loaded, changes its weights, publishes the next, and so on.
 
-    Gives the engines of each publication, and how one before them was refused. Writes both sets of weights, exported,
+    Gives the engines of each publication, and how one before them was refused. Writes all sets of weights, exported,
     into ``out``.
     """
     config = make_config(Path(payload["path"]), payload["parallel"])
@@ -34,7 +37,7 @@ def one_life(payload: dict[str, Any]) -> Any:
     engines, refused = [], ""
     if isinstance(publishing, EmbeddedPublishing):
         refused = _without_room(publishing, payload["version"], model, topology)
-    for version in (payload["version"], payload["version"] + 1):
+    for version in range(payload["version"], payload["version"] + VERSIONS):
         if publisher is not None:
             _until_somebody_is_there(publisher)
         publishing.publish(version, model)

@@ -16,7 +16,16 @@ from megasao.weights.mapped import MappedWeights, SegmentPair
 from megasao.weights.messages import Mapped, Share
 from megasao.weights.publisher import WeightPublisher
 from megasao.weights.serving import ShareServer
-from megasao.weights.shared import ALIGNMENT, Piece, SharedWeights, ShareManifest, bucket_sum
+from megasao.weights.shared import (
+    ALIGNMENT,
+    Piece,
+    SharedWeights,
+    ShareLayout,
+    ShareManifest,
+    bucket_sum,
+    encode_layout,
+    encode_manifest,
+)
 
 SECRET = b"known to trainer and workers ..."
 SHARE_BUCKET = 1024
@@ -54,14 +63,25 @@ def _share(rows: list[tuple[Piece, torch.Tensor]]) -> tuple[ShareManifest, np.nd
     data = flat.numpy()
     bucket = SHARE_BUCKET if offset < 2**20 else 2**20
     sums = [bucket_sum(data[at : at + bucket]) for at in range(0, offset, bucket)]
-    return ShareManifest(pieces, offset, bucket, sums), data
+    return ShareManifest(ShareLayout(pieces, offset, bucket), sums), data
+
+
+def encode(manifest: ShareManifest) -> bytes:
+    """As a rank gives it out."""
+    return encode_manifest(encode_layout(manifest.layout), manifest.sums)
 
 
 def offer(server: ShareServer, rank: int, version: int, share: tuple[ShareManifest, np.ndarray]) -> Share:
     """Let ``server`` give out a share; how it is announced."""
-    raw = msgspec.msgpack.encode(share[0])
+    raw = encode(share[0])
     server.offer(version, raw, share[1].data)
-    return Share(rank, server.host, server.port, share[0].total_bytes, zlib.crc32(raw))
+    return Share(rank, server.host, server.port, share[0].layout.total_bytes, zlib.crc32(raw))
+
+
+def retire(server: ShareServer) -> None:
+    """Let ``server`` give out nothing."""
+    for version in list(server._offers):
+        server.retire(version)
 
 
 class Distributed:
@@ -74,7 +94,7 @@ class Distributed:
     def send(self, sender: WeightPublisher, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         sender.make_room(version)
         for server in self.servers:
-            server.retire()
+            retire(server)
         shares = [
             self.through(offer(server, rank, version, share))
             for rank, (server, share) in enumerate(zip(self.servers, cut_in_two(tensors), strict=True))
@@ -88,15 +108,15 @@ class Distributed:
 
 def two_pairs(tensors: Mapping[str, torch.Tensor]) -> list[SegmentPair]:
     """Memory of two ranks that share such weights with others on their machine."""
-    return [SegmentPair(manifest.total_bytes) for manifest, _ in cut_in_two(tensors)]
+    return [SegmentPair(manifest.layout.total_bytes) for manifest, _ in cut_in_two(tensors)]
 
 
 def write_mapped(pair: SegmentPair, rank: int, tensors: Mapping[str, torch.Tensor]) -> Mapped:
     """Put one rank's share of a version there; how it is announced."""
     manifest, data = cut_in_two(tensors)[rank]
     pair.begin().flat.numpy()[:] = data
-    raw = msgspec.msgpack.encode(manifest)
-    return Mapped(rank, os.getpid(), pair.show(raw), manifest.total_bytes, len(raw), zlib.crc32(raw))
+    raw = encode(manifest)
+    return Mapped(rank, os.getpid(), pair.show(raw), manifest.layout.total_bytes, len(raw), zlib.crc32(raw))
 
 
 class Embedded:

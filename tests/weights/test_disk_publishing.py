@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,7 +14,7 @@ from megasao.families.names import carried_names
 from megasao.planning.plan import published_shares
 from megasao.planning.tensors import model_tensors
 from megasao.storage.hf_directory import checkpoint_files
-from megasao.weights.shared import ShareManifest, ShareTensors, bucket_sum, check_manifest
+from megasao.weights.shared import ShareTensors, bucket_sum, read_manifest
 from tests.conversion.support import convert, write_family
 from tests.megatron.tiny import make_config
 from tests.megatron.world import run_world
@@ -61,11 +60,10 @@ def shares_of(out: Path) -> dict[str, torch.Tensor]:
     """What a receiver makes of the four ranks' memory, checksums compared."""
     shares = []
     for rank in range(4):
-        manifest = msgspec.msgpack.decode((out / f"{rank}.manifest").read_bytes(), type=ShareManifest)
         data = np.frombuffer((out / f"{rank}.share").read_bytes(), np.uint8).copy()
-        check_manifest(manifest, data.size)
-        buckets = range(0, data.size, manifest.bucket_bytes)
-        assert manifest.sums == [bucket_sum(data[at : at + manifest.bucket_bytes]) for at in buckets]
+        manifest = read_manifest((out / f"{rank}.manifest").read_bytes(), data.size)
+        each = manifest.layout.bucket_bytes
+        assert manifest.sums == [bucket_sum(data[at : at + each]) for at in range(0, data.size, each)]
         shares.append((manifest, data))
     return dict(ShareTensors(shares))
 

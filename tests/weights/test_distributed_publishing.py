@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from share_cases import VERSIONS
 from weight_world import FAST, free_address
 
 from megasao.config.rollout import EmbeddedEngineConfig
@@ -28,7 +29,7 @@ def test_an_engine_follows_two_ranks_over_a_restart_of_the_trainer(tmp_path: Pat
         payload = {"path": str(source), "parallel": PARALLEL, "address": address, "version": version, "out": str(out)}
         payload["transport"] = transport
         first, second = await asyncio.to_thread(run_world, 2, "tests.weights.share_cases:one_life", payload)
-        assert first[0] == [["rollout-0"], ["rollout-0"]] and second[0] == []
+        assert first[0] == [["rollout-0"]] * VERSIONS and second[0] == []
         short = "could not make a version:"
         reasons = [f"rank 0 {short} rank 1 sees too little memory", f"rank 1 {short} 2 shares"]
         assert [first[1], second[1]] == (reasons if transport == "embedded" else ["", ""])
@@ -48,13 +49,14 @@ def test_an_engine_follows_two_ranks_over_a_restart_of_the_trainer(tmp_path: Pat
         generating = asyncio.create_task(engine.generate(GenerateRequest("r", "s", (1, 2, 3), sampling)))
         try:
             await life(address, 4, tmp_path / "first", "distributed")
-            assert engine.weight_version == receiver.version == 5
-            assert difference(engine, tmp_path / "first" / "5.safetensors") == 0
-            assert difference(engine, tmp_path / "first" / "4.safetensors") > 0.009, "the comparison sees the update"
+            assert engine.weight_version == receiver.version == 3 + VERSIONS
+            assert difference(engine, tmp_path / "first" / f"{3 + VERSIONS}.safetensors") == 0
+            before = tmp_path / "first" / f"{2 + VERSIONS}.safetensors"
+            assert difference(engine, before) > 0.009, "the comparison sees the update"
             # An older checkpoint, published before anything else.
             await life(address, 2, tmp_path / "second", "embedded")
-            assert engine.weight_version == 3
-            assert difference(engine, tmp_path / "second" / "3.safetensors") == 0
+            assert engine.weight_version == 1 + VERSIONS
+            assert difference(engine, tmp_path / "second" / f"{1 + VERSIONS}.safetensors") == 0
             assert len((await generating).output_ids) == 40
         finally:
             receiving.cancel()

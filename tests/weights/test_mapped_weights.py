@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+import torch
 from share_world import two_pairs, write_mapped
 from weight_world import RecordingSink, connected, equal, free_address, publisher, receiving, weights
 
@@ -38,8 +39,18 @@ def taken(announce: AnnounceMapped, mappings: Mappings | None = None) -> tuple[M
     return one, found
 
 
-@pytest.fixture
-def ranks() -> Iterator[list[SegmentPair]]:
+def views(download: MappedDownload) -> Iterator[torch.Tensor]:
+    """Every piece, where it lies."""
+    tensors = download.tensors()
+    for found in tensors._pieces.values():
+        for piece, share in found:
+            yield piece.view(tensors._flats[share])
+
+
+@pytest.fixture(params=[mapped.SMALL_BYTES, 0], ids=["in place", "in threads"])
+def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SegmentPair]]:
+    """Memory of two ranks, whose versions are compared as small ones are, and as large ones are."""
+    monkeypatch.setattr(mapped, "SMALL_BYTES", request.param)
     found = two_pairs(weights(0))
     yield found
     for pair in found:
@@ -53,8 +64,7 @@ def test_a_version_is_mapped_bit_for_bit_and_nothing_is_copied(ranks: list[Segme
     lines = Path("/proc/self/maps").read_text().splitlines()
     maps = [line.split() for line in lines if "megasao-weights" in line]
     private = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps if line[1][3] == "p"]
-    found = [pair for pairs in one.tensors()._pieces.values() for pair in pairs]
-    places = [piece.view(flat).data_ptr() for piece, flat in found if piece.nbytes]
+    places = [view.data_ptr() for view in views(one) if view.numel()]
     assert places and all(any(first <= place < last for first, last in private) for place in places)
 
 
@@ -86,7 +96,7 @@ def test_mappings_are_kept_for_the_next_versions_and_never_of_what_was_damaged(r
     def places(memories: list[Mapped], seed: int) -> set[int]:
         one, problem = taken(announced(memories), mappings)
         assert problem is None and equal(one.tensors(), weights(seed))
-        return {flat.data_ptr() for found in one.tensors()._pieces.values() for _, flat in found}
+        return {flat.data_ptr() for flat in one.tensors()._flats}
 
     first, second = (places(publish(seed), seed) for seed in (1, 2))
     before = dict(mappings._kept)
@@ -95,10 +105,9 @@ def test_mappings_are_kept_for_the_next_versions_and_never_of_what_was_damaged(r
     assert all(mappings._kept[place] is before[place] for place in before), "they were not mapped anew"
     del before
     held, _ = taken(announced(publish(4)), mappings)
-    for found in held.tensors()._pieces.values():
-        for piece, flat in found:
-            piece.view(flat).fill_(0)  # in this process alone
-    del held, found, flat, piece
+    for view in views(held):
+        view.fill_(0)  # in this process alone
+    del held, view
     gc.collect()
     publish(5)
     sixth = publish(6)
@@ -116,9 +125,8 @@ def test_mappings_are_kept_for_the_next_versions_and_never_of_what_was_damaged(r
 def test_a_receiver_cannot_change_what_others_read(ranks: list[SegmentPair]) -> None:
     memories = [write_mapped(pair, rank, weights(5)) for rank, pair in enumerate(ranks)]
     careless, _ = taken(announced(memories))
-    for found in careless.tensors()._pieces.values():
-        for piece, flat in found:
-            piece.view(flat).fill_(0)
+    for view in views(careless):
+        view.fill_(0)
     other, problem = taken(announced(memories))
     assert problem is None and equal(other.tensors(), weights(5))
 
@@ -241,6 +249,7 @@ def test_a_comparison_that_takes_too_long_is_given_up(
 ) -> None:
     memories = [write_mapped(pair, rank, weights(5)) for rank, pair in enumerate(ranks)]
     goes_on = threading.Event()
+    monkeypatch.setattr(mapped, "SMALL_BYTES", 0)
     monkeypatch.setattr(mapped, "bucket_sum", lambda bucket: goes_on.wait(60) and 0)
 
     async def main() -> None:

@@ -4,19 +4,20 @@ import asyncio
 import gc
 import socket
 import threading
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from share_world import SECRET, Distributed, cut_in_two, offer
+from share_world import SECRET, Distributed, cut_in_two, encode, offer, retire
 from weight_world import equal, weights
 
 from megasao.weights.fetching import SharesDownload
 from megasao.weights.intake import Intake
 from megasao.weights.messages import AnnounceShares, Share
 from megasao.weights.serving import LENGTH, NONCE_BYTES, ShareServer, address_towards, bound, proof, receive_into
-from megasao.weights.shared import BufferPool, ShareTensors, bucket_sum, check_manifest
+from megasao.weights.shared import BufferPool, ShareManifest, ShareTensors, bucket_sum, read_manifest
 
 
 def test_a_checksum_sees_every_changed_word_and_words_that_change_places() -> None:
@@ -60,15 +61,16 @@ def test_tensors_that_are_not_whole_once_are_refused_by_name() -> None:
             ShareTensors(wrong)
     manifest, data = second
     for change in ({"start": 3}, {"dim": 0}, {"dtype": "float16"}, {"whole": (32, 17)}):
-        pieces = [msgspec.structs.replace(p, **change) if p.name == "embed" else p for p in manifest.pieces]
+        pieces = [msgspec.structs.replace(p, **change) if p.name == "embed" else p for p in manifest.layout.pieces]
+        layout = msgspec.structs.replace(manifest.layout, pieces=pieces)
         with pytest.raises(ValueError, match="embed"):
-            ShareTensors([first, (msgspec.structs.replace(manifest, pieces=pieces), data)])
+            ShareTensors([first, (replace(manifest, layout=layout), data)])
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"total_bytes": 64}, "announced were"),
+        ({"total_bytes": 2**20}, "announced were"),
         ({"bucket_bytes": 100}, "a multiple of 64"),
         ({"sums": []}, "do not fit"),
         ({"offset": 32}, "no place"),
@@ -78,11 +80,22 @@ def test_tensors_that_are_not_whole_once_are_refused_by_name() -> None:
 )
 def test_a_manifest_that_does_not_fit_its_share_is_refused(change: dict, reason: str) -> None:
     manifest, data = cut_in_two(weights(0))[0]
-    check_manifest(manifest, data.size)
+    assert [read_manifest(encode(manifest), data.size).sums for _ in range(2)] == [manifest.sums] * 2
+    layout, sums = manifest.layout, change.pop("sums", manifest.sums)
     if change.keys() & {"offset", "dtype"}:
-        change = {"pieces": [msgspec.structs.replace(manifest.pieces[0], **change)]}
-    with pytest.raises(ValueError, match=reason):
-        check_manifest(msgspec.structs.replace(manifest, **change), data.size)
+        change = {"pieces": [msgspec.structs.replace(layout.pieces[0], **change)]}
+    wrong = ShareManifest(msgspec.structs.replace(layout, **change), sums)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=reason):
+            read_manifest(encode(wrong), data.size)
+
+
+def test_a_layout_that_changes_is_read_anew() -> None:
+    first, second = (cut_in_two(tensors)[0] for tensors in (weights(0), {"other": torch.ones(8, 8)}))
+    for _ in range(2):
+        for manifest, data in (first, second):
+            read = read_manifest(encode(manifest), data.size)
+            assert read.layout.pieces == manifest.layout.pieces and read.sums == manifest.sums
 
 
 def test_memory_is_used_again_only_when_no_tensor_of_it_is_left() -> None:
@@ -130,7 +143,7 @@ def test_a_version_that_is_let_go_gives_its_memory_to_the_next() -> None:
     for _ in range(2):
         one = SharesDownload(AnnounceShares("epoch", 1, shares, SECRET), intake)
         assert fetched(one) is None
-        places.append({found[0][1].data_ptr() for found in one.tensors()._pieces.values()})
+        places.append({flat.data_ptr() for flat in one.tensors()._flats})
         del one  # at once, not when garbage is collected
     assert places[0] == places[1]
     ranks.close()
@@ -143,12 +156,36 @@ def test_a_receiver_that_takes_nothing_does_not_hold_up_the_trainer() -> None:
     silent = socket.create_connection(("127.0.0.1", server.port))
     stuck = threading.Thread(target=fetched, args=(download([Share(0, "127.0.0.1", server.port, 2**26, 0)]),))
     stuck.start()
-    server.retire()
+    server.retire(1)
     assert not server._reading
     server.close()
     stuck.join(60)
     silent.close()
     assert not stuck.is_alive()
+
+
+def test_a_version_that_is_taken_back_disturbs_nobody_who_reads_the_next() -> None:
+    server = ShareServer("127.0.0.1", SECRET, timeout_s=60)
+    shares = {version: memoryview(bytearray([version]) * 2**26) for version in (1, 2)}
+    readers = {}
+    for version, share in shares.items():
+        server.offer(version, b"manifest", share)
+        readers[version] = socket.create_connection(("127.0.0.1", server.port))
+        bound(readers[version], 60)
+        nonce, head = bytearray(NONCE_BYTES), bytearray(LENGTH.size + len(b"manifest"))
+        receive_into(readers[version], memoryview(nonce))
+        asked = LENGTH.pack(version)
+        readers[version].sendall(asked + proof(SECRET, bytes(nonce), asked))
+        receive_into(readers[version], memoryview(head))  # the share is on its way, and waits for us
+    server.retire(1)
+    found = bytearray(2**26)
+    with pytest.raises(ConnectionError, match="too early"):
+        receive_into(readers[1], memoryview(found))
+    receive_into(readers[2], memoryview(found))
+    assert found == shares[2]
+    for reader in readers.values():
+        reader.close()
+    server.close()
 
 
 def test_waiting_for_a_rank_that_says_nothing_is_bounded() -> None:
@@ -175,7 +212,7 @@ def test_connections_are_kept_for_the_next_version_and_made_anew_where_a_rank_ha
         for rank, (server, share) in enumerate(zip(ranks.servers, cut_in_two(weights(version)), strict=True)):
             with server._changed:  # it has what it asked for, which the thread that sent it may not know yet
                 assert server._changed.wait_for(lambda server=server: not server._reading, 60)
-            server.retire()
+            retire(server)
             shares.append(offer(server, rank, version, share))
         one = SharesDownload(AnnounceShares("epoch", version, shares, SECRET), intake)
         assert fetched(one, 60.0) is None and equal(one.tensors(), weights(version))
@@ -186,7 +223,7 @@ def test_connections_are_kept_for_the_next_version_and_made_anew_where_a_rank_ha
     fetch(2)
     assert accepted[0] == accepted[1] and all(len(peers) == 1 for peers in accepted[0].values())
     with ranks.servers[0]._changed:
-        ranks.servers[0]._cut_all(ranks.servers[0]._peers)
+        ranks.servers[0]._cut_all(lambda: ranks.servers[0]._peers)
     fetch(3)
     assert accepted[2] != accepted[1], "the one that was cut is another"
     assert accepted[2][ranks.servers[1].port] == accepted[1][ranks.servers[1].port]

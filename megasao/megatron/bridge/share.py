@@ -10,15 +10,17 @@ gives it, in FP8 those that a conversion of the export gives it.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from megasao.megatron.bridge.outgoing import Outgoing, outgoing
 from megasao.megatron.bridge.scales import agreed_scales
-from megasao.weights.shared import ALIGNMENT, Piece, bucket_sum
+from megasao.weights.shared import ALIGNMENT, Piece, ShareLayout, bucket_sum, encode_layout, encode_manifest
 
 if TYPE_CHECKING:
     from megasao.megatron.models import MegatronModel
@@ -48,10 +50,14 @@ class RankShare:
         self.sources, self.total_bytes = _sources(outgoing(model, fp8=fp8))
         self.batches = _batches(self.sources, self.bucket_bytes)
 
-    @property
-    def pieces(self) -> list[Piece]:
-        """What is in it."""
-        return [source.piece for source in self.sources]
+    @cached_property
+    def _layout(self) -> msgspec.Raw:
+        pieces = [source.piece for source in self.sources]
+        return encode_layout(ShareLayout(pieces, self.total_bytes, self.bucket_bytes))
+
+    def manifest(self, sums: list[int]) -> bytes:
+        """What a receiver needs to read it, with the checksums of its buckets."""
+        return encode_manifest(self._layout, sums)
 
 
 class ShareCopy:
