@@ -13,6 +13,7 @@ from megasao.conversion.blocks import BLOCK, FP8, Block, scale_shape
 from megasao.conversion.tasks import Copy, Dequantize, Task
 from megasao.families.names import SCALE, Role, name_problem, shape_problem, value_head_names
 from megasao.storage.hf_directory import INDEX, checkpoint_files, read_index, side_files
+from megasao.storage.model_parts import MANIFEST
 from megasao.storage.reader import TensorFiles
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -65,6 +66,10 @@ def open_hf(path: Path) -> HfCheckpoint:
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a directory; give a Hugging Face checkpoint directory (nothing is downloaded)")
+    if (path / MANIFEST).is_file() and not (path / "config.json").is_file():
+        raise UserError(
+            f"{path} is a training checkpoint, not a Hugging Face directory; megatron-to-hf makes one of it"
+        )
     try:
         hf_config = read_hf_config(path)
         files = TensorFiles(checkpoint_files(path))

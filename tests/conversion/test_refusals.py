@@ -282,6 +282,10 @@ def test_wrong_direction_of_fp8(sharded: Path, tmp_path: Path, capsys: pytest.Ca
 def test_wrong_training_checkpoints(sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = tmp_path / "good"
     assert convert("hf-to-megatron", sharded, good, "--shard-gb", "0.0005") == 0
+    assert convert("megatron-to-hf", sharded, tmp_path / "out") == 2
+    assert "is a Hugging Face directory, not a training checkpoint; hf-to-megatron" in capsys.readouterr().err
+    assert convert("hf-to-megatron", good, tmp_path / "out") == 2
+    assert "is a training checkpoint, not a Hugging Face directory; megatron-to-hf" in capsys.readouterr().err
     damaged = good / "part-00001.safetensors"
 
     def flip(path: Path) -> None:
