@@ -245,6 +245,10 @@ def test_wrong_places(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "zai-org/GLM-5 is not a directory; give a Hugging Face checkpoint directory" in capsys.readouterr().err
     assert convert("hf-to-megatron", sharded, tmp_path / ("x" * 300)) == 2
     assert "File name too long; it must be there" in capsys.readouterr().err.replace("\n", " ")
+    (tmp_path / ".out.partial").touch()
+    assert convert("hf-to-megatron", sharded, tmp_path / "out") == 2
+    assert "out.partial is in the way of the directory" in capsys.readouterr().err.replace("\n", " ")
+    (tmp_path / ".out.partial").unlink()
     free = shutil.disk_usage(tmp_path)._replace(free=67_200_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     assert convert("hf-to-megatron", sharded, tmp_path / "out") == 2
@@ -302,6 +306,7 @@ def test_wrong_training_checkpoints(sharded: Path, tmp_path: Path, capsys: pytes
         (lambda path: (path / "manifest.json").write_text(""), "manifest.json cannot be read"),
         (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json is not a JSON object"),
         (lambda path: change_manifest(path, parts=[]), "parts = []; expected role and files"),
+        (lambda path: change_manifest(path, parts=["../part-00000.safetensors"]), "expected role and files"),
         (lambda path: change_manifest(path, role="x"), "has role = 'x'"),
         (lambda path: change_manifest(path, parts=["part-00000.safetensors"]), "tensor(s), first "),
         (lambda path: (path / "hf" / "config.json").write_text(""), "config.json is not valid JSON"),
