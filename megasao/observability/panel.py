@@ -7,6 +7,7 @@ Invariants:
 - a terminal that is gone, or whoever read the lines, ends the panel and not the run.
 """
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -31,7 +32,7 @@ class Panel:
     """
 
     def __init__(self, run: RunDirectory, config: Config, *, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or _Console()
         self.mode = _resolve(config.observability.panel, self.console)
         self.state = PanelState(config)
         self._trainer = Tail(run.metrics / "trainer.jsonl")
@@ -53,7 +54,8 @@ class Panel:
             if self.mode == "live":
                 self._refresh()
         except _Gone:
-            self.mode, self._live = "off", None
+            self.mode = "off"
+            self._end_live()
 
     def close(self) -> None:
         """Show the last state and give the terminal back; may be called twice."""
@@ -62,10 +64,16 @@ class Panel:
         self.update()
         self.state.closed = True
         if self._live is not None:
-            with suppress(_Gone), _terminal():
+            with suppress(_Gone):
                 self._refresh()
-                self._live.stop()
-            self._live = None
+            self._end_live()
+
+    def _end_live(self) -> None:
+        """Standard output is no more the panel's."""
+        live, self._live = self._live, None
+        if live is not None:
+            with suppress(_Gone), _terminal():
+                live.stop()
 
     def _read(self, *, show: bool) -> None:
         every = max(1, self.state.config.sft.steps // SFT_LINES) if self.state.config.sft is not None else 1
@@ -103,6 +111,14 @@ class Panel:
     def _print(self, line: str) -> None:
         with _terminal():
             self.console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+class _Console(Console):
+    """Where nobody reads what is printed, rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """An OSError as any other."""
+        raise BrokenPipeError(errno.EPIPE, "nobody reads what is printed")
 
 
 class _Gone(Exception):

@@ -69,7 +69,8 @@ class Ownership:
     def release(self) -> None:
         """Remove the directory, and what is around it once that is empty."""
         shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory.with_name(self._directory.name + _SUFFIX).unlink(missing_ok=True)
+        if not os.path.lexists(self._directory):  # else somebody still writes there: the next one removes it
+            self._directory.with_name(self._directory.name + _SUFFIX).unlink(missing_ok=True)
         os.close(self._fd)
         with suppress(OSError):
             self._directory.parent.rmdir()

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from synthetic import evaluation_rows, make_config, make_run, trainer_row, write
 from megasao.config import Config
 from megasao.config.rundir import RunDirectory
 from megasao.observability.formats import duration, number, share, sparkline
-from megasao.observability.panel import Panel
+from megasao.observability.panel import Panel, _Console
 from megasao.observability.panel_state import PanelState
 from megasao.observability.panel_view import draw
 
@@ -189,27 +190,38 @@ def test_modes(fresh: tuple[RunDirectory, Config], mode: str, terminal: bool, ex
 
 
 class Closed(io.StringIO):
-    """A terminal that was closed."""
+    """A terminal that was closed, or a pipe that nobody reads any more."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
     def write(self, text: str) -> int:
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(self.number, "it is gone")
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EPIPE])
 @pytest.mark.parametrize("mode", ["live", "lines"])
-def test_a_terminal_that_is_gone_is_not_written_to_again(fresh: tuple[RunDirectory, Config], mode: str) -> None:
+def test_a_terminal_that_is_gone_is_not_written_to_again(
+    fresh: tuple[RunDirectory, Config], mode: str, number: int
+) -> None:
     run, config = fresh
-    panel = Panel(run, configured(config, mode), console=console(terminal=mode == "live"))
+    output = sys.stdout
+    given = [_Console(force_terminal=True) if mode == "live" else None for _ in range(2)]
+    panel, late = (Panel(run, configured(config, mode), console=each) for each in given)
+    for each in (panel, late):
+        each.console.file = io.StringIO()
     panel.update({})
-    panel.console.file = Closed()
+    panel.console.file = Closed(number)
     write_lines(run.metrics / "trainer.jsonl", [{"step": 0, "time": 1.0, "reward/mean": 0.5}])
     panel.update({"controller": 1})
-    assert panel.mode == "off"
+    assert panel.mode == "off" and sys.stdout is output, "others print as before"
     panel.update({"controller": 2})
     panel.close()
-    late = Panel(run, configured(config, mode), console=console(terminal=mode == "live"))
     late.update({})
-    late.console.file = Closed()
+    late.console.file = Closed(number)
     late.close()
+    assert sys.stdout is output
 
 
 def test_sparkline_is_scaled_to_its_own_range_and_width() -> None:

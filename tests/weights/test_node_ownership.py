@@ -94,6 +94,16 @@ def test_whoever_comes_back_has_his_directory_again(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_an_owner_cannot_remove_is_left_to_the_next_one(tmp_path: Path) -> None:
+    directory = tmp_path / "run-00000001" / "engine-0-0"
+    owner = Ownership(directory)
+    directory.symlink_to(tmp_path)  # which is not removed as a directory
+    owner.release()
+    directory.unlink()
+    directory.mkdir()
+    assert clear_abandoned(tmp_path) == [directory] and list(tmp_path.iterdir()) == []
+
+
 def test_what_is_not_ours_is_never_removed(tmp_path: Path) -> None:
     """No owner's file, one that says something else, or is of another machine: directories that only look alike."""
     root = tmp_path / "shm"
