@@ -1,11 +1,11 @@
 """Time of a weight update: ``python benchmarks/weights.py [--gb 0.01 1] [--sglang .venv-sglang/bin/python]``.
 
-A random bfloat16 llama on two trainer ranks (TP2) is published to one receiver over every transport. In the same run,
-in turn with them: the same bytes by a bare gloo broadcast between the two ranks, and as a bare write of files by both
-(with fsync). Seconds are wall time, the median of the repeats; ``held`` is how long the trainer's ranks wait. Then what
-an update cannot do without, each part alone: the ranks' collectives; their copy, with checksums; the receiver's
-checksums; the four messages of a version without bytes. At last the time in which an engine samples nothing: from
-commit to committed, the engine idle. ``--json FILE`` also writes the numbers.
+A random bfloat16 llama on two trainer ranks (TP2) is published to one receiver over every transport, and over
+distributed with both carriers. In the same run, in turn with them: the same bytes by a bare gloo broadcast between the
+two ranks, and as a bare write of files by both (with fsync). Seconds are wall time, the median of the repeats; ``held``
+is how long the trainer's ranks wait. Then what an update cannot do without, each part alone: the ranks' collectives;
+their copy, with checksums; the receiver's checksums; the four messages of a version without bytes. At last the time in
+which an engine samples nothing: from commit to committed, the engine idle. ``--json FILE`` also writes the numbers.
 """
 
 import argparse
@@ -25,6 +25,8 @@ from conversion import write_source
 from ranks import run_ranks
 
 RANKS = 2
+WAYS = 5
+"""In which a version goes to a receiver of its own."""
 BUCKET = 16 * 2**20
 PATIENT = {"heartbeat_s": 0.2, "weights_timeout_s": 120.0, "dead_after_s": 60.0}
 
@@ -39,10 +41,11 @@ class NullSink:
     async def discard_weights(self, version: int) -> None: ...
 
 
-def make_config(directory: Path, **rollout: Any) -> Any:
+def make_config(directory: Path, *, carrier: str = "tcp", **rollout: Any) -> Any:
     """A run of the model at ``directory``/hf."""
     from megasao.config import Config
 
+    carried = {} if carrier == "tcp" else {"transport": "distributed", "carrier": carrier}
     return Config.model_validate(
         {
             "run": {"name": "benchmark", "directory": str(directory)},
@@ -60,7 +63,7 @@ def make_config(directory: Path, **rollout: Any) -> Any:
             },
             "rollout": rollout,
             "transport": PATIENT,
-            "weights": {"bucket_bytes": BUCKET},
+            "weights": {"bucket_bytes": BUCKET, **carried},
         }
     )
 
@@ -97,7 +100,10 @@ def rank_main(directory: Path, addresses: Sequence[str], repeats: int) -> None:
                 directory / "published", WeightsConfig(bucket_bytes=BUCKET), topology, publisher(addresses[1])
             ),
             "distributed": DistributedPublishing("127.0.0.1", config, topology, publisher(addresses[2])),
-            "embedded": EmbeddedPublishing(config, topology, publisher(addresses[3])),
+            "distributed, gloo": DistributedPublishing(
+                "127.0.0.1", make_config(directory, carrier="gloo"), topology, publisher(addresses[3])
+            ),
+            "embedded": EmbeddedPublishing(config, topology, publisher(addresses[4])),
         }
         versions = itertools.count()
         for way in ways.values():
@@ -202,7 +208,7 @@ async def publish_everything(directory: Path, repeats: int) -> Any:
     from megasao.weights.receiver import WeightReceiver
 
     config = make_config(directory)
-    addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(4)]
+    addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(WAYS)]
     receivers = [
         WeightReceiver(address, NullSink(), identity=b"engine", config=config.transport) for address in addresses
     ]
@@ -345,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sglang", type=Path, help="the Python that has SGLang; without, its pause is not measured")
     parser.add_argument("--dir", type=Path, help="where to work; default: a temporary directory")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=1 + WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank:
         rank_main(Path(options.rank[0]), options.rank[1:], options.repeats)

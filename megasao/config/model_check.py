@@ -162,7 +162,7 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
             header.pop("__metadata__", None)
             shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
             raise ValueError(f"its header cannot be read ({error!r})") from None
     if size != 8 + length + end:
         raise ValueError(f"it should have {8 + length + end} bytes and has {size}")

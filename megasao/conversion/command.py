@@ -155,8 +155,12 @@ def _run(what: str, output: "Output", parallel: int) -> None:
             typer.echo(f"going on with {output.partial}: {finished} of {len(output.files)} files are there")
         read = sum(file.read_bytes for file in missing) + sum(part.stat().st_size for part in output.summed)
         start = time.monotonic()
-        with progress_bar(what, read) as advance:
-            make(output, missing, parallel=parallel, advance=advance)
+        try:
+            with progress_bar(what, read) as advance:
+                make(output, missing, parallel=parallel, advance=advance)
+        except KeyboardInterrupt:
+            typer.echo(f"interrupted; the same command goes on from {output.partial}", err=True)
+            raise
     seconds = time.monotonic() - start
     tensors, written = sum(len(file.infos) for file in output.files), sum(file.nbytes for file in missing)
     typer.echo(

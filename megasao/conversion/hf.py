@@ -13,6 +13,7 @@ from megasao.conversion.blocks import BLOCK, FP8, Block, scale_shape
 from megasao.conversion.tasks import Copy, Dequantize, Task
 from megasao.families.names import SCALE, Role, name_problem, shape_problem, value_head_names
 from megasao.storage.hf_directory import INDEX, checkpoint_files, read_index, side_files
+from megasao.storage.model_parts import MANIFEST
 from megasao.storage.reader import TensorFiles
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -64,7 +65,11 @@ def open_hf(path: Path) -> HfCheckpoint:
             that is no number.
     """
     if not path.is_dir():
-        raise UserError(f"{path} is not a directory; give a Hugging Face checkpoint directory")
+        raise UserError(f"{path} is not a directory; give a Hugging Face checkpoint directory (nothing is downloaded)")
+    if (path / MANIFEST).is_file() and not (path / "config.json").is_file():
+        raise UserError(
+            f"{path} is a training checkpoint, not a Hugging Face directory; megatron-to-hf makes one of it"
+        )
     try:
         hf_config = read_hf_config(path)
         files = TensorFiles(checkpoint_files(path))
@@ -93,7 +98,7 @@ def _block(path: Path, hf_config: dict[str, Any]) -> Block | None:
     settings = quantization if isinstance(quantization, dict) else {}
     method, block = settings.get("quant_method"), settings.get("weight_block_size")
     match block:
-        case [int(rows), int(columns)] if method == "fp8" and rows > 0 and columns > 0:
+        case [int(rows), int(columns)] if method == "fp8" and min(rows, columns) > 0 and bool not in map(type, block):
             return rows, columns
     raise UserError(
         f"{path / 'config.json'}: quantization_config has quant_method = {method!r} and weight_block_size = {block!r}; "
@@ -115,6 +120,8 @@ def _index_problem(index: dict[str, str] | None, files: TensorFiles) -> str | No
 
 def _scale_problem(checkpoint: HfCheckpoint) -> str | None:
     """FP8 without scales, or scales that do not fit."""
+    if checkpoint.block is not None and all(info.dtype != FP8 for info in checkpoint.files.infos()):
+        return "has no tensor in FP8, but config.json has quantization_config"
     for info in checkpoint.files.infos():
         if info.dtype != FP8:
             continue

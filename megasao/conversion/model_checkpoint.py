@@ -125,6 +125,10 @@ def _model_directory(path: Path) -> Path:
     if (path / "actor").is_dir():
         _check_complete(path)
         return path / "actor"
+    if (path / "config.json").is_file():
+        raise UserError(
+            f"{path} is a Hugging Face directory, not a training checkpoint; hf-to-megatron makes one of it"
+        )
     raise UserError(
         f"{path} is not a training checkpoint: it has neither {MANIFEST} nor a directory actor, nor is it a run with "
         "checkpoints/latest; give the directory of one of these"

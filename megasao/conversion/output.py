@@ -123,6 +123,8 @@ def reserved(output: Output) -> Iterator[list[OutputFile]]:
     """
     check_place(output.path)
     directory, plan = output.partial, output.plan()
+    if os.path.lexists(directory) and not directory.is_dir():
+        raise UserError(f"{directory} is in the way of the directory that {output.path} is made in; remove it")
     if not directory.exists():
         _check_disk(output, output.files)
     directory.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ from megasao.families.names import SCALE
 from megasao.storage.header import TensorInfo
 from megasao.storage.reader import TensorFiles
 
-PIECE = 8 << 20
+PIECE = 16 << 20
 """Bytes of a tensor that are read at a time."""
 Write = Callable[[str, Tensor], None]
 Advance = Callable[[int], None]

@@ -19,7 +19,7 @@ from megasao.families.rules import Rule
 
 __all__ = ["Family", "HfConfig", "Rule", "families", "family_of"]
 
-_SHARED = {"base", "facts", "names", "routing", "rules", "shrink", "sizes"}
+_SHARED = {"base", "checks", "facts", "names", "routing", "rules", "shrink", "sizes"}
 
 
 def families() -> list[str]:

@@ -4,37 +4,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megasao.families.facts import (
-    EXPERT_KEYS,
-    MTP_KEYS,
-    HfConfig,
-    expert_count,
-    indexer_layers,
-    is_moe_layer,
-    mtp_layers,
-    rope,
-)
+from megasao.families.checks import check_counts, check_experts, check_heads, check_kinds, check_layers, check_rope
+from megasao.families.facts import HfConfig, expert_count, indexer_layers, is_moe_layer, mtp_layers
 from megasao.families.rules import EMBEDDING, FINAL_NORM, LM_HEAD, TIED_HEAD, VALUE_HEAD, Rule
-
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "vocab_size",
-)
-_MOE_SIZES = ("moe_intermediate_size", "num_experts_per_tok")
-_COUNTS = (
-    "decoder_sparse_step",
-    "first_k_dense_replace",
-    "head_dim",
-    "index_skip_topk_offset",
-    "index_topk_freq",
-    *MTP_KEYS,
-)
-_OF_EACH_LAYER = ("mlp_layer_types", "indexer_types", "index_topk_pattern")
 
 
 @dataclass(frozen=True)
@@ -71,19 +43,12 @@ class Family:
             if hf_config.get(key) not in values:
                 expected = " or ".join(map(repr, values))
                 raise ValueError(f"{key} = {hf_config.get(key)!r} is not supported; expected {expected}")
-        if rope(hf_config).kind not in self.rope_types:
-            raise ValueError(
-                f"rope scaling {rope(hf_config).settings} is not supported; expected rope_type "
-                + " or ".join(self.rope_types)
-            )
-        for key in (*EXPERT_KEYS, *_COUNTS):
-            if not isinstance(count := hf_config.get(key) or 0, int) or count < 0:
-                raise ValueError(f"{key} = {count!r}; expected a whole number")
-        for key in (*_SIZES, *self.sizes, *(_MOE_SIZES if expert_count(hf_config) else ())):
-            size = hf_config.get(key)
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{key} = {size!r}; expected a whole number above 0")
-        _check_layers(hf_config)
+        check_rope(hf_config, self.rope_types)
+        check_kinds(hf_config)
+        check_counts(hf_config, self.sizes)
+        check_experts(hf_config)
+        check_heads(hf_config, derived=self.attention == "grouped" and not hf_config.get("head_dim"))
+        check_layers(hf_config)
         if self.attention == "sparse_latent" and 0 not in indexer_layers(hf_config):
             raise ValueError("the first layer must have an indexer of its own: there is none before it to share")
 
@@ -104,18 +69,6 @@ class Family:
             assert self.mtp is not None
             layer = hf_config["num_hidden_layers"] + number
             yield from expand(self.mtp(hf_config, number), layer, expert_count(hf_config))
-
-
-def _check_layers(hf_config: HfConfig) -> None:
-    """ValueError if something is not said of layers as it has to be."""
-    layers = hf_config["num_hidden_layers"]
-    for key in _OF_EACH_LAYER:
-        kinds = hf_config.get(key) or ["same"] * layers
-        if not isinstance(kinds, list | str) or len(kinds) < layers:
-            raise ValueError(f"{key} = {kinds!r}; expected one entry for each of num_hidden_layers = {layers}")
-    dense = hf_config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        raise ValueError(f"mlp_only_layers = {dense!r}; expected a list of whole numbers")
 
 
 def expand(templates: tuple[Rule, ...], layer: int, experts: int) -> Iterator[Rule]:

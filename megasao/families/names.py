@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from megasao.families import Rule, family_of
+from megasao.families.facts import expert_count
 from megasao.families.rules import LM_HEAD, VALUE_HEAD
 from megasao.families.sizes import Shape, dimensions, explanation
 
@@ -67,6 +68,9 @@ def name_problem(hf_config: dict[str, Any], role: Role, found: set[str]) -> str 
     A critic ignores ``lm_head``, and may have its value head or not. Layers of multi-token prediction are whole or
     absent.
     """
+    layers, experts = hf_config["num_hidden_layers"], expert_count(hf_config)
+    if max(layers, experts) > len(found):
+        return f"has {len(found)} tensors, and num_hidden_layers = {layers} with {experts} experts each need more"
     expected, carried = hf_names(hf_config, role), carried_names(hf_config)
     if role == "critic":
         expected -= value_head_names()

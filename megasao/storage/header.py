@@ -70,11 +70,11 @@ def read_header(file: Path) -> list[Place]:
                 f"{file} is damaged, or no safetensors file: {size} bytes cannot hold its header; copy it again"
             )
         try:
-            header = json.loads(stream.read(length))
+            header = json.loads(stream.read(length).decode(), object_pairs_hook=_once)
             header.pop("__metadata__", None)
             found = [(_offsets(entry), _info(name, entry)) for name, entry in header.items()]
             found.sort(key=lambda item: item[0])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{file} is damaged, or no safetensors file: its header is unreadable ({error}); copy it again"
             ) from None
@@ -92,15 +92,30 @@ def read_header(file: Path) -> list[Place]:
     return places
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object. ValueError names what it has twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has {next(name for name in names if names.count(name) > 1)} twice")
+    return found
+
+
 def _offsets(entry: Mapping[str, Any]) -> tuple[int, int]:
-    begin, stop = entry["data_offsets"]
-    return int(begin), int(stop)
+    begin, stop = map(_whole, entry["data_offsets"])
+    return begin, stop
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no whole number")
+    return number
 
 
 def _info(name: str, entry: Mapping[str, Any]) -> TensorInfo:
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"{name} has the dtype {entry['dtype']!r}; expected one of {', '.join(DTYPES)}")
-    return TensorInfo(name, DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])))
+    return TensorInfo(name, DTYPES[entry["dtype"]], tuple(map(_whole, entry["shape"])))
 
 
 def make_header(infos: Sequence[TensorInfo]) -> tuple[bytes, dict[str, int]]:

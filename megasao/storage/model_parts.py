@@ -81,7 +81,10 @@ def read_manifest(directory: Path, *formats: str) -> dict[str, Any]:
         expected = " or ".join(map(repr, formats))
         raise ValueError(f"{file}: format {manifest.get('format')!r} is not supported; expected {expected}")
     role, parts = manifest.get("role"), manifest.get("parts")
-    named = isinstance(parts, list) and parts and all(isinstance(name, str) for name in parts)
+    # Nothing outside of the directory is part of it.
+    named = (
+        isinstance(parts, list) and parts and all(isinstance(name, str) and Path(name).name == name for name in parts)
+    )
     if role not in ("actor", "critic") or not named:
         raise ValueError(f"{file} has role = {role!r} and parts = {parts!r}; expected role and files; {_INSTEAD}")
     absent = [name for name in manifest["parts"] if not (directory / name).is_file()]

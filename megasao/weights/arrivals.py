@@ -34,18 +34,16 @@ class Bucket:
 
 
 class Arrivals:
-    """The ``buckets``, in their order, through the group of ``stage``, which is made if it is not there yet.
+    """The ``buckets``, in their order, through the group of ``stage``.
 
     Use as a context; :meth:`take` once for each bucket.
     """
 
-    def __init__(
-        self, stage: Stage, buckets: Sequence[Bucket], *, ahead: int, timeout_s: float, seconds: float
-    ) -> None:
-        """``ahead``: buckets that may be on their way at once. ``timeout_s`` bounds waits in the group from now on,
-        ``seconds`` all of this one."""
-        self._stage, self._buckets, self._ahead = stage, buckets, ahead
-        self._timeout_s, self._deadline = timeout_s, time.monotonic() + seconds
+    def __init__(self, stage: Stage, buckets: Sequence[Bucket], *, ahead: int, seconds: float) -> None:
+        """``ahead``: buckets that may be on their way at once; ``seconds`` bounds all of it."""
+        assert stage.group is not None, "somebody must have something to send"
+        self._group: Group | None = stage.group
+        self._buckets, self._ahead, self._deadline = buckets, ahead, time.monotonic() + seconds
         self._came, self._come = os.pipe()
         self._poll = select.poll()
         self._poll.register(self._came, select.POLLIN)
@@ -53,7 +51,6 @@ class Arrivals:
         for rank in self._ranks:
             self._poll.register(rank, select.POLLIN)
         self._problem, self._left = "its thread ended", False
-        self._group = stage.group
         self._thread = threading.Thread(target=self._run, name="weight-group", daemon=True)
 
     def __enter__(self) -> "Arrivals":
@@ -79,29 +76,25 @@ class Arrivals:
             raise TimeoutError("nothing arrived in time")
         return min(self._ranks[fd] for fd in ready)
 
-    def keep(self) -> None:
-        """All buckets are here: the stage has its group, and nobody needs the store any more."""
+    def join(self) -> None:
+        """All buckets are here, and the thread does nothing any more."""
         self._thread.join()
-        self._stage.group, self._stage.store = self._group, None
 
     def _run(self) -> None:
-        whole = False
+        group, self._group = self._group, None
+        assert group is not None
         try:
-            self._receive()
-            whole = True
+            self._receive(group)
         except ConnectionError as error:
             self._problem = str(error)
         finally:
-            if not whole:
-                self._group = None
+            del group  # before anybody is told: the ranks are not kept waiting
             os.close(self._come)
 
-    def _receive(self) -> None:
-        if self._group is None:
-            self._group = Group(self._stage.call, self._stage.call.host, self._timeout_s)
+    def _receive(self, group: Group) -> None:
         with under_way() as works:
             for bucket in self._buckets:
-                works.append(self._group.receive(torch.from_numpy(bucket.place), bucket.member, bucket.number))
+                works.append(group.receive(torch.from_numpy(bucket.place), bucket.member, bucket.number))
                 if len(works) == self._ahead:
                     self._finish_one(works)
             while works:

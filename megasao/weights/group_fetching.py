@@ -19,10 +19,10 @@ import numpy as np
 
 from megasao.weights.arrivals import Arrivals, Bucket
 from megasao.weights.fetching import Fetching, SharesDownload
-from megasao.weights.groups import AHEAD, RECEIVER, GroupCall, open_store
+from megasao.weights.groups import AHEAD, MOST_CALL_BYTES, NO_GROUP, RECEIVER, Group, GroupCall
 from megasao.weights.intake import Intake, Link, Stage
 from megasao.weights.messages import AnnounceShares, Share
-from megasao.weights.serving import LENGTH
+from megasao.weights.serving import LENGTH, receive_into
 from megasao.weights.shared import ShareManifest, bucket_sum
 
 
@@ -87,7 +87,7 @@ class GroupsFetching(Fetching):
             for link in stage.links:
                 self._enter(link.connection)
             for number, link in enumerate(stage.links):
-                self._call(link, stage.call, number, shares)
+                self._call(link, stage.group, number, shares)
             return [self._length(link) for link in stage.links]
         except ConnectionError:
             self._end(stage)
@@ -98,23 +98,26 @@ class GroupsFetching(Fetching):
         for share in shares:
             with self._named(share):
                 stage.links.append(self._opened(share))
-        if any(share.total_bytes for share in shares):
-            host = str(stage.links[0].connection.getsockname()[0])
-            stage.store = open_store(host, self._timeout_s)
-            name = self._intake.group_name(self._announce.epoch, shares[0].stage)
-            stage.call = GroupCall(name, host, stage.store.port, RECEIVER, 1 + max(_members(shares)))
-        sizes = []
+        with self._named(shares[0]):
+            if any(share.total_bytes for share in shares):
+                host = str(stage.links[0].connection.getsockname()[0])
+                name = self._intake.group_name(self._announce.epoch, shares[0].stage)
+                stage.group = Group(name, RECEIVER, 1 + max(_members(shares)), host, self._timeout_s)
         for number, (share, link) in enumerate(zip(shares, stage.links, strict=True)):
             with self._named(share):
-                self._call(link, stage.call, number, shares)
+                self._call(link, stage.group, number, shares)
+        sizes = []
         for share, link in zip(shares, stage.links, strict=True):
             with self._named(share):
                 sizes.append(self._length(link))
         return sizes
 
-    def _call(self, link: Link, call: GroupCall, number: int, shares: Sequence[Share]) -> None:
+    def _call(self, link: Link, group: Group | None, number: int, shares: Sequence[Share]) -> None:
         """Ask one rank for the version, through the group."""
-        body = msgspec.msgpack.encode(msgspec.structs.replace(call, rank=_members(shares)[number]))
+        member, call = _members(shares)[number], NO_GROUP
+        if group is not None and member != RECEIVER:
+            call = GroupCall(group.name, member, group.size, group.address)
+        body = msgspec.msgpack.encode(call)
         version, called = LENGTH.pack(self._announce.version), LENGTH.pack(len(body)) + body
         # In one piece: a second small one would wait until the first is acknowledged.
         link.connection.sendall(self._proven(link, version) + self._proven(link, called))
@@ -128,14 +131,24 @@ class GroupsFetching(Fetching):
         return None
 
     def _lanes(self, stage: Stage, shares: Sequence[Share], sizes: Sequence[int]) -> list[_Lane]:
-        manifests = []
-        for share, link, size in zip(shares, stage.links, sizes, strict=True):
+        """What each rank will send, by its manifest, and where it goes."""
+        lanes = []
+        for share, link, member, size in zip(shares, stage.links, _members(shares), sizes, strict=True):
             with self._named(share):
-                manifests.append(self._manifest(link.connection, share, size))
-        return [
-            _Lane(share, member, manifest, self._intake.memory.take(manifest.layout.total_bytes))
-            for share, member, manifest in zip(shares, _members(shares), manifests, strict=True)
-        ]
+                manifest = self._manifest(link.connection, share, size)
+                address = self._address(link)
+                if stage.group is not None and member != RECEIVER:
+                    stage.group.meet(member, address)
+            lanes.append(_Lane(share, member, manifest, self._intake.memory.take(manifest.layout.total_bytes)))
+        return lanes
+
+    def _address(self, link: Link) -> bytes:
+        size = self._length(link)
+        if size > MOST_CALL_BYTES:
+            raise ValueError(f"an address of {size} bytes")
+        address = bytearray(size)
+        receive_into(link.connection, memoryview(address))
+        return bytes(address)
 
     def _receive(self, stage: Stage, lanes: Sequence[_Lane]) -> None:
         """All buckets, of all ranks beside one another. ValueError names the rank and the bucket."""
@@ -144,10 +157,10 @@ class GroupsFetching(Fetching):
             coming = [Bucket(lanes[at].member, number, lanes[at].place(number)) for number, at in order]
             seconds = self._deadline - time.monotonic()
             ahead = AHEAD * max(lane.member for lane in lanes)
-            with Arrivals(stage, coming, ahead=ahead, timeout_s=self._timeout_s, seconds=seconds) as arrivals:
+            with Arrivals(stage, coming, ahead=ahead, seconds=seconds) as arrivals:
                 for number, at in order:
                     self._take(arrivals, lanes, lanes[at], number)
-                arrivals.keep()
+                arrivals.join()
         self._found.extend((lane.manifest, lane.buffer) for lane in lanes)
 
     def _take(self, arrivals: Arrivals, lanes: Sequence[_Lane], lane: _Lane, number: int) -> None:

@@ -1,8 +1,8 @@
 """One trainer rank's share of the newest version, sent through process groups that receivers ask it to join.
 
 The connection of :mod:`~megasao.weights.serving` stays, for control: after the version the receiver names a group, with
-the same proof; the rank answers with the manifest, joins the group if it is not in it already, and sends the share
-through it, bucket by bucket. Invariants, asserted by the tests:
+the same proof; the rank joins it if it is not in it already, answers with the manifest and with its address in the
+group, and sends the share through it, bucket by bucket. Invariants, asserted by the tests:
 - the trainer never waits for a receiver: one that hangs in a bucket keeps the old memory, and the rank gets new one;
 - nothing is sent before a receiver has asked for exactly this version;
 - a group ends with its connection.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 import msgspec
 import torch
 
-from megasao.weights.groups import AHEAD, MOST_CALL_BYTES, Group, GroupCall, check_call, finish, under_way
+from megasao.weights.groups import AHEAD, MOST_CALL_BYTES, RECEIVER, Group, GroupCall, check_call, finish, under_way
 from megasao.weights.serving import LENGTH, PROOF_BYTES, Offer, ShareServer, cut, proof, receive_into
 from megasao.weights.shared import read_manifest
 
@@ -43,9 +43,15 @@ class GroupShareServer(ShareServer):
     def _answer(self, peer: socket.socket, nonce: bytes, version: int) -> None:
         call = self._called(peer, nonce)
         offer = self._offers.get(version)
+        if offer is None:
+            self._tell(peer, None)
+            return
+        group = self._joined(peer, call) if offer.share else None
         self._tell(peer, offer)
-        if offer is not None and offer.share:
-            self._send(self._joined(peer, call), peer, version, offer)
+        address = group.address if group is not None else b""
+        peer.sendall(LENGTH.pack(len(address)) + address)
+        if group is not None:
+            self._send(group, peer, version, offer)
 
     def _called(self, peer: socket.socket, nonce: bytes) -> GroupCall:
         """The group that the receiver names. ValueError if it does not know the secret, or names none that can be."""
@@ -70,7 +76,8 @@ class GroupShareServer(ShareServer):
         group = self._groups.get(peer)
         if group is None or group.name != call.name:
             check_call(call)
-            group = self._groups[peer] = Group(call, self.host, self._timeout_s)
+            group = self._groups[peer] = Group(call.name, call.rank, call.size, self.host, self._timeout_s)
+            group.meet(RECEIVER, call.address)
         return group
 
     def _send(self, group: Group, peer: socket.socket, version: int, offer: Offer) -> None:

@@ -9,7 +9,6 @@ when they first exchange something: ranks with the receiver, never with one anot
 """
 
 import re
-import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ from typing import Any
 
 import msgspec
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work
+from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, Work
 
 RECEIVER = 0
 """The receiver's rank in each of its groups."""
@@ -32,41 +31,49 @@ _SOURCE = re.compile(r"^\[[^\]]*\]\s*")
 
 
 class GroupCall(msgspec.Struct, frozen=True):
-    """What a receiver asks a rank to join: the group ``name`` as its member ``rank`` of ``size``, over the store at
-    ``host``:``port``. Without a name there is none to join: the rank has no bytes to give."""
+    """What a receiver asks a rank to join: the group ``name``, as its member ``rank`` of ``size``. ``address``: of the
+    receiver, as gloo writes it. Without a name there is none to join: the rank has no bytes to give."""
 
     name: str
-    host: str
-    port: int
     rank: int
     size: int
+    address: bytes
 
 
-NO_GROUP = GroupCall("", "", 0, RECEIVER, 0)
+NO_GROUP = GroupCall("", RECEIVER, 1, b"")
 
 
 def check_call(call: GroupCall) -> None:
     """ValueError saying what is wrong with a call that arrived."""
-    if not 0 < call.port < 2**16:
-        raise ValueError(f"a store at port {call.port}")
     if not RECEIVER < call.rank < call.size <= _MOST_MEMBERS:
         raise ValueError(f"member {call.rank} of a group of {call.size}")
 
 
 class Group:
-    """One process group, from the side of one member. Any error ends it."""
+    """One process group, from the side of one member. Any error ends it.
 
-    def __init__(self, call: GroupCall, own_host: str, timeout_s: float) -> None:
-        """Join. ``own_host``: the address of this machine at which the others reach it; ``timeout_s`` bounds every
-        wait. ConnectionError if there is no store."""
-        self.name = call.name
+    There is no store that members share: each hands its ``address`` to those that it exchanges something with.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, own_host: str, timeout_s: float) -> None:
+        """``own_host``: the address of this machine at which the others reach it; ``timeout_s`` bounds every wait.
+        ConnectionError if gloo cannot use it."""
+        self.name, self.size = name, size
         limit = timedelta(seconds=timeout_s)
         with _told():
-            store = TCPStore(call.host, call.port, None, False, limit, wait_for_workers=False)
             options = _Gloo._Options()
             options._timeout, options._threads = limit, 1
             options._devices = [_Gloo.create_device(hostname=own_host, lazy_init=True)]
-            self._group = _Gloo(PrefixStore(call.name, store), call.rank, call.size, options)
+            self._addresses: Any = HashStore()
+            self._addresses.set_timeout(limit)
+            self._group = _Gloo(PrefixStore(name, self._addresses), rank, size, options)
+            (key,) = self._addresses.list_keys()
+            self.address: bytes = self._addresses.get(key)
+        self._path = key.removesuffix(str(rank))
+
+    def meet(self, member: int, address: bytes) -> None:
+        """Before anything is exchanged with ``member``: its address."""
+        self._addresses.set(f"{self._path}{member}", address)
 
     def send(self, bucket: Tensor, tag: int) -> Work:
         """To the receiver; ``bucket``, uint8 [n], must not change before :func:`finish`. ConnectionError."""
@@ -104,21 +111,6 @@ def under_way() -> Iterator[deque[Work]]:
         for work in works:
             with suppress(ConnectionError):
                 finish(work, _AT_ONCE_S)
-
-
-def open_store(host: str, timeout_s: float) -> TCPStore:
-    """A store for a new group, at ``host``, an address of this machine, on a port that the system chooses.
-
-    It serves as long as there is a reference to it. OSError if it cannot.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as listener:
-        port = listener.getsockname()[1]
-        limit = timedelta(seconds=timeout_s)
-        with _told():
-            store = TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.fileno())
-        listener.detach()  # the store's own now
-        return store
 
 
 @contextmanager

@@ -14,9 +14,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from torch.distributed import TCPStore
-
-from megasao.weights.groups import NO_GROUP, Group, GroupCall
+from megasao.weights.groups import Group
 from megasao.weights.shared import BufferPool
 
 LANES = 16
@@ -41,14 +39,9 @@ class Link:
 
 @dataclass(eq=False)
 class Stage:
-    """The ranks of one pipeline stage, and the group that they are in with us.
-
-    ``call``: how the group is named; without ranks that have bytes there is none. ``store``: until all are connected.
-    """
+    """The ranks of one pipeline stage, and the group that they are in with us, if one of them has bytes."""
 
     links: list[Link] = field(default_factory=list)
-    call: GroupCall = NO_GROUP
-    store: TCPStore | None = None
     group: Group | None = None
 
     @property
@@ -60,7 +53,7 @@ class Stage:
         """End it all; it can be made anew."""
         for link in self.links:
             link.close()
-        self.links, self.call, self.store, self.group = [], NO_GROUP, None, None
+        self.links, self.group = [], None
 
 
 class Intake:

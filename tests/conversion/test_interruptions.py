@@ -155,6 +155,26 @@ def test_a_killed_conversion_goes_on(large: Path, tmp_path: Path) -> None:
     assert names_and_bytes(tmp_path / "out") == names_and_bytes(tmp_path / "at once")
 
 
+def test_an_interrupted_conversion_says_how_to_go_on(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rename, done = os.rename, list[str]()
+
+    def interrupted(old: Path, new: Path) -> None:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(str(new))
+        rename(old, new)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", interrupted)
+        assert convert("quantize", large, tmp_path / "out", "--shard-gb", "0.06") == 130
+    assert f"interrupted; the same command goes on from {tmp_path / '.out.partial'}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert convert("quantize", large, tmp_path / "out", "--shard-gb", "0.06") == 0
+    assert "going on with" in capsys.readouterr().out
+
+
 def test_only_the_same_conversion_goes_on_and_only_one_at_a_time(
     large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,10 +107,40 @@ def exchange_in_the_index(path: Path) -> None:
     (path / INDEX).write_text(json.dumps(content))
 
 
+def move_away(path: Path, place: str) -> None:
+    content = json.loads((path / INDEX).read_text())
+    first = first_file(path).name
+    content["weight_map"] = {name: place if file == first else file for name, file in content["weight_map"].items()}
+    (path / INDEX).write_text(json.dumps(content))
+
+
+def repeat_a_tensor(path: Path) -> None:
+    first, second = sorted(path.glob("model-*.safetensors"))[:2]
+    save_file({**load_file(second), "lm_head.weight": load_file(first)["lm_head.weight"]}, second)
+
+
 WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated file": (truncate, "is truncated: it has"),
     "missing shard": (lambda path: first_file(path).unlink(), "is not a complete Hugging Face checkpoint: model-00001"),
     "index is no JSON": (lambda path: (path / INDEX).write_text("{"), f"{INDEX} is not valid JSON: "),
+    "index with a byte order mark": (
+        lambda path: (path / INDEX).write_bytes(b"\xef\xbb\xbf" + (path / INDEX).read_bytes()),
+        f"{INDEX} begins with a byte order mark",
+    ),
+    "index of a file elsewhere": (lambda path: move_away(path, "../elsewhere.safetensors"), "outside of its directory"),
+    "index of a place of this machine": (lambda path: move_away(path, "/elsewhere.safetensors"), "outside of its dir"),
+    "tensor in two files": (repeat_a_tensor, "lm_head.weight is in two files, "),
+    "file is a directory": (
+        lambda path: (first_file(path).unlink(), (path / "model-00001-of-00003.safetensors").mkdir())[1],
+        "is not a complete Hugging Face checkpoint: model-00001",
+    ),
+    "fewer tensors than layers": (lambda path: change_config(path, num_hidden_layers=9999), "each need more"),
+    "blocks are flags": (
+        lambda path: change_config(
+            path, quantization_config={"quant_method": "fp8", "weight_block_size": [True, True]}
+        ),
+        "weight_block_size = [True, True]; expected",
+    ),
     "pointer": (
         lambda path: first_file(path).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
         "is only a pointer of Git LFS; fetch the file itself with `git lfs pull`",
@@ -211,13 +241,35 @@ def test_wrong_places(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert f"{tmp_path / 'no'} is not a directory" in capsys.readouterr().err
     assert convert("hf-to-megatron", tmp_path / "absent", tmp_path / "out") == 2
     assert "is not a directory; give a Hugging Face" in capsys.readouterr().err
+    assert convert("hf-to-megatron", "zai-org/GLM-5", tmp_path / "out") == 2
+    assert "zai-org/GLM-5 is not a directory; give a Hugging Face checkpoint directory" in capsys.readouterr().err
     assert convert("hf-to-megatron", sharded, tmp_path / ("x" * 300)) == 2
     assert "File name too long; it must be there" in capsys.readouterr().err.replace("\n", " ")
+    (tmp_path / ".out.partial").touch()
+    assert convert("hf-to-megatron", sharded, tmp_path / "out") == 2
+    assert "out.partial is in the way of the directory" in capsys.readouterr().err.replace("\n", " ")
+    (tmp_path / ".out.partial").unlink()
     free = shutil.disk_usage(tmp_path)._replace(free=67_200_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     assert convert("hf-to-megatron", sharded, tmp_path / "out") == 2
     assert "has 0.07 GB free, and 0.07 GB are needed" in capsys.readouterr().err.replace("\n", " ")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_what_looks_odd_and_is_right(sharded: Path, tmp_path: Path) -> None:
+    """Links as in the cache of the hub, lines that end as on Windows, a size of the index that nothing needs."""
+    source = tmp_path / "source"
+    shutil.copytree(sharded, tmp_path / "blobs")
+    source.mkdir()
+    content = json.loads((sharded / INDEX).read_text())
+    (tmp_path / "blobs" / INDEX).write_text(json.dumps({**content, "metadata": {"total_size": 1}}))
+    text = (sharded / "config.json").read_bytes()
+    (tmp_path / "blobs" / "config.json").write_bytes(text.replace(b"\n", b"\r\n"))
+    for file in (tmp_path / "blobs").iterdir():
+        (source / file.name).symlink_to(Path("..", "blobs", file.name))
+    assert convert("hf-to-megatron", source, source / "inside") == 0
+    assert convert("hf-to-megatron", sharded, tmp_path / "plain") == 0
+    assert convert("verify", source / "inside", tmp_path / "plain") == 0
 
 
 def test_wrong_direction_of_fp8(sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,11 +278,18 @@ def test_wrong_direction_of_fp8(sharded: Path, tmp_path: Path, capsys: pytest.Ca
     assert convert("quantize", sharded, tmp_path / "plain", "--dequantize") == 0
     assert convert("quantize", tmp_path / "plain", tmp_path / "out", "--dequantize") == 2
     assert "is not in FP8" in capsys.readouterr().err
+    change_config(tmp_path / "plain", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert convert("quantize", tmp_path / "plain", tmp_path / "out", "--dequantize") == 2
+    assert "has no tensor in FP8, but config.json has quantization_config" in capsys.readouterr().err
 
 
 def test_wrong_training_checkpoints(sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = tmp_path / "good"
     assert convert("hf-to-megatron", sharded, good, "--shard-gb", "0.0005") == 0
+    assert convert("megatron-to-hf", sharded, tmp_path / "out") == 2
+    assert "is a Hugging Face directory, not a training checkpoint; hf-to-megatron" in capsys.readouterr().err
+    assert convert("hf-to-megatron", good, tmp_path / "out") == 2
+    assert "is a training checkpoint, not a Hugging Face directory; megatron-to-hf" in capsys.readouterr().err
     damaged = good / "part-00001.safetensors"
 
     def flip(path: Path) -> None:
@@ -247,6 +306,7 @@ def test_wrong_training_checkpoints(sharded: Path, tmp_path: Path, capsys: pytes
         (lambda path: (path / "manifest.json").write_text(""), "manifest.json cannot be read"),
         (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json is not a JSON object"),
         (lambda path: change_manifest(path, parts=[]), "parts = []; expected role and files"),
+        (lambda path: change_manifest(path, parts=["../part-00000.safetensors"]), "expected role and files"),
         (lambda path: change_manifest(path, role="x"), "has role = 'x'"),
         (lambda path: change_manifest(path, parts=["part-00000.safetensors"]), "tensor(s), first "),
         (lambda path: (path / "hf" / "config.json").write_text(""), "config.json is not valid JSON"),

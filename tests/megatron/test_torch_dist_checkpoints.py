@@ -181,6 +181,31 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 5}, "lacks the tensor decoder.layers.4"),
+        ({"moe_intermediate_size": 32}, "_w has the shape (48, 64); expected (32, 64) for model.layers."),
+        ({"vocab_size": 33}, "embedding.word_embeddings.weight has the shape (32, 64); expected (33, 64)"),
+        (
+            {"num_key_value_heads": 1},
+            "linear_qkv.weight has the shape (128, 64); expected (96, 64) for model.layers.0.",
+        ),
+    ],
+    ids=["more layers", "narrower experts", "more tokens", "one group"],
+)
+def test_the_tools_refuse_a_checkpoint_of_another_model(
+    saved: Path, tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"num_hidden_layers": 4, "mlp_only_layers": [1], **changes}
+    model = write_tiny_checkpoint(tmp_path / "model", **settings)
+    assert convert("megatron-to-hf", saved / "checkpoint", tmp_path / "out", "--model", model) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert message in error
+    assert "layers.4" in error or "by config.json: (" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
     ("family", "role", "dtype"),
     [("mixed", "actor", "float32"), ("llama", "actor", "bfloat16"), ("qwen3_moe", "critic", "float32")],
 )

@@ -39,7 +39,9 @@ def large(seed: int) -> dict[str, torch.Tensor]:
     return {"large": torch.full((4096, 4096), float(seed))}
 
 
-def cut_in_two(tensors: Mapping[str, torch.Tensor]) -> list[tuple[ShareManifest, np.ndarray]]:
+def cut_in_two(
+    tensors: Mapping[str, torch.Tensor], large_bucket: int = 2**20
+) -> list[tuple[ShareManifest, np.ndarray]]:
     """The shares of two ranks: a matrix is cut by its columns, others are on one of them."""
     rows: list[list[tuple[Piece, torch.Tensor]]] = [[], []]
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -50,10 +52,10 @@ def cut_in_two(tensors: Mapping[str, torch.Tensor]) -> list[tuple[ShareManifest,
         for rank, part in enumerate(tensor.tensor_split(2, dim=1)):
             start = rank * ((whole[1] + 1) // 2)
             rows[rank].append((Piece(name, dtype, whole, 1, start, tuple(part.shape), 0), part))
-    return [_share(pieces) for pieces in rows]
+    return [_share(pieces, large_bucket) for pieces in rows]
 
 
-def _share(rows: list[tuple[Piece, torch.Tensor]]) -> tuple[ShareManifest, np.ndarray]:
+def _share(rows: list[tuple[Piece, torch.Tensor]], large_bucket: int) -> tuple[ShareManifest, np.ndarray]:
     pieces, offset = [], 0
     for piece, _ in rows:
         pieces.append(msgspec.structs.replace(piece, offset=offset))
@@ -62,7 +64,7 @@ def _share(rows: list[tuple[Piece, torch.Tensor]]) -> tuple[ShareManifest, np.nd
     for piece, (_, tensor) in zip(pieces, rows, strict=True):
         piece.view(flat).copy_(tensor)
     data = flat.numpy()
-    bucket = SHARE_BUCKET if offset < 2**20 else 2**20
+    bucket = SHARE_BUCKET if offset < 2**20 else large_bucket
     sums = [bucket_sum(data[at : at + bucket]) for at in range(0, offset, bucket)]
     return ShareManifest(ShareLayout(pieces, offset, bucket), sums), data
 

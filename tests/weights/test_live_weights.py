@@ -37,7 +37,12 @@ from megasao.weights.receiver import WeightReceiver
 Way = Stream | Disk | Distributed | Embedded
 
 
-@pytest.fixture(params=["stream", "disk", "distributed", "gloo", "embedded"])
+WAYS = ["stream", "disk", "distributed", "embedded"]
+every_way = pytest.mark.parametrize("way", [*WAYS, "gloo"], indirect=True)
+"""Also distributed with its other carrier."""
+
+
+@pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Way]:
     """How a version travels; the protocol around it is one."""
     if request.param in ("distributed", "gloo", "embedded"):
@@ -54,6 +59,7 @@ async def publish(sender: WeightPublisher, version: int, seed: int, way: Way | N
     return await asyncio.to_thread(sender.wait)
 
 
+@every_way
 def test_every_engine_gets_every_version_bit_for_bit(way: Way) -> None:
     async def main() -> None:
         address, sinks = free_address(), [RecordingSink() for _ in range(4)]
@@ -76,6 +82,7 @@ def test_every_engine_gets_every_version_bit_for_bit(way: Way) -> None:
     asyncio.run(main())
 
 
+@every_way
 def test_publishing_to_nobody_and_a_late_joiner_that_gets_the_newest(way: Way) -> None:
     async def main() -> None:
         address, sink = free_address(), RecordingSink()
@@ -90,6 +97,7 @@ def test_publishing_to_nobody_and_a_late_joiner_that_gets_the_newest(way: Way) -
     asyncio.run(main())
 
 
+@every_way
 def test_receiver_that_starts_before_the_publisher(way: Way) -> None:
     async def main() -> None:
         address, sink = free_address(), RecordingSink()
@@ -243,6 +251,7 @@ def test_engine_in_trouble_is_quarantined_by_name_and_heals(call: str, trouble: 
     asyncio.run(main())
 
 
+@every_way
 def test_overlapping_publications_are_serialised(way: Way) -> None:
     async def main() -> None:
         address, sinks = free_address(), [RecordingSink(), RecordingSink()]
@@ -276,6 +285,7 @@ def test_versions_must_grow_within_one_life() -> None:
         sender.publish(4, weights(0))
 
 
+@every_way
 def test_restarted_publisher_is_followed_to_a_lower_version(way: Way) -> None:
     async def main() -> None:
         address, sink = free_address(), RecordingSink()
@@ -333,6 +343,7 @@ def test_publisher_killed_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@every_way
 def test_restarted_receiver_takes_over_its_name_and_is_served_again(way: Way) -> None:
     async def main() -> None:
         address, first, second = free_address(), RecordingSink(), RecordingSink()

@@ -13,6 +13,7 @@ from megasao.config.load import load_config
 from megasao.config.rundir import Endpoints, RunDirectory
 from megasao.rollout.engines.base import EngineError
 from megasao.rollout.server_weights import NodeReceiver, server_nodes
+from megasao.weights.messages import Carrier
 from tests.conversion.support import write_family
 
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop_sglang.yaml"
@@ -32,9 +33,10 @@ def run_of(tmp_path: Path, transport: str):
     return run, config, load_file(next(model.glob("*.safetensors")))
 
 
-def test_two_nodes_of_a_server_take_a_version_and_leave_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("carrier", ["tcp", "gloo"])
+def test_two_nodes_of_a_server_take_a_version_and_leave_nothing_behind(tmp_path: Path, carrier: Carrier) -> None:
     run, config, tensors = run_of(tmp_path, "distributed")
-    nodes, ranks = server_nodes(run, config, URL), Distributed()
+    nodes, ranks = server_nodes(run, config, URL), Distributed(carrier=carrier)
     with pytest.raises(EngineError, match="none of the run's servers"):
         server_nodes(run, config, "http://[::1]:2")
     assert nodes is not None and [marker.stem for marker in nodes.markers] == [NAME, f"{NAME}.1"]

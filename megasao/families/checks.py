@@ -1,0 +1,104 @@
+"""What config.json must say before anything is derived from it: each function raises ValueError for what cannot be."""
+
+import math
+
+from megasao.families.facts import EXPERT_KEYS, MTP_KEYS, HfConfig, expert_count, rope
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+)
+_MOE_SIZES = ("moe_intermediate_size", "num_experts_per_tok")
+_COUNTS = (
+    "decoder_sparse_step",
+    "first_k_dense_replace",
+    "head_dim",
+    "index_skip_topk_offset",
+    "index_topk_freq",
+    "n_group",
+    "topk_group",
+    *MTP_KEYS,
+)
+_FLAGS = ("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_qk_norm")
+_NUMBERS = ("rms_norm_eps", "routed_scaling_factor")
+_MOST = 10_000
+"""Layers, or experts of one, that a model can have; more is a mistake that would take hours to count up."""
+_OF_EACH_LAYER = ("mlp_layer_types", "indexer_types", "index_topk_pattern")
+
+
+def check_counts(hf_config: HfConfig, sizes: tuple[str, ...]) -> None:
+    """Counts are whole numbers, and sizes (the family's own ``sizes`` too) above 0."""
+    for key in (*EXPERT_KEYS, *_COUNTS):
+        if type(count := hf_config.get(key) or 0) is not int or not 0 <= count <= _MOST:
+            raise ValueError(f"{key} = {count!r}; expected a whole number up to {_MOST}")
+    for key in (*_SIZES, *sizes, *(_MOE_SIZES if expert_count(hf_config) else ())):
+        size = hf_config.get(key)
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{key} = {size!r}; expected a whole number above 0")
+
+
+def check_rope(hf_config: HfConfig, kinds: tuple[str, ...]) -> None:
+    """ValueError if the rotary embedding is of another kind, or its numbers cannot be."""
+    found = rope(hf_config)
+    if found.kind not in kinds:
+        raise ValueError(f"rope scaling {found.settings} is not supported; expected rope_type {' or '.join(kinds)}")
+    if not (0 < found.theta < math.inf and 0 < found.fraction <= 1):
+        raise ValueError(
+            f"rope_theta = {found.theta} and partial_rotary_factor = {found.fraction}; expected a base above 0 and a "
+            "share up to 1"
+        )
+
+
+def check_kinds(hf_config: HfConfig) -> None:
+    """ValueError if a flag is no flag, or a number no number."""
+    for key in _FLAGS:
+        if not isinstance(hf_config.get(key), bool | None):
+            raise ValueError(f"{key} = {hf_config[key]!r}; expected true or false")
+    for key in _NUMBERS:
+        number = hf_config.get(key)
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int | float) or not number > 0):
+            raise ValueError(f"{key} = {number!r}; expected a number above 0")
+
+
+def check_experts(hf_config: HfConfig) -> None:
+    """ValueError if a router cannot choose as many experts, or groups of them, as it is told."""
+    experts, groups = expert_count(hf_config), hf_config.get("n_group") or 1
+    if not experts:
+        return
+    if (chosen := hf_config["num_experts_per_tok"]) > experts:
+        raise ValueError(f"num_experts_per_tok = {chosen}, of {experts} experts; expected at most that many")
+    of_groups = hf_config.get("topk_group") or 0
+    if experts % groups or (groups > 1 and not 0 < of_groups <= groups):
+        raise ValueError(
+            f"n_group = {groups} and topk_group = {of_groups}; expected groups of equal size of {experts} experts, and "
+            "at most all of them"
+        )
+
+
+def check_heads(hf_config: HfConfig, *, derived: bool) -> None:
+    """ValueError if heads do not fit; ``derived``: their width is a share of the hidden size."""
+    hidden, heads, groups = (hf_config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if heads % groups:
+        raise ValueError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {groups}")
+    if derived and hidden % heads:
+        raise ValueError(
+            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and there is no head_dim"
+        )
+
+
+def check_layers(hf_config: HfConfig) -> None:
+    """ValueError if something is not said of layers as it has to be."""
+    if (layers := hf_config["num_hidden_layers"]) > _MOST:
+        raise ValueError(f"num_hidden_layers = {layers}; expected at most {_MOST}")
+    for key in _OF_EACH_LAYER:
+        kinds = hf_config.get(key)
+        if kinds and (not isinstance(kinds, list | str) or len(kinds) < layers):
+            raise ValueError(f"{key} = {kinds!r}; expected one entry for each of num_hidden_layers = {layers}")
+    dense = hf_config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ValueError(f"mlp_only_layers = {dense!r}; expected a list of whole numbers")
