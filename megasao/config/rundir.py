@@ -240,3 +240,11 @@ class RunDirectory:
             return self.read_endpoints().controller
         except FileNotFoundError:
             return None
+
+    def taken_over_by(self, address: str) -> str | None:
+        """The recorded address of another controller than that at ``address``; None if it cannot be read now, too."""
+        try:
+            current = self.controller_address()
+        except (OSError, ValueError):
+            return None
+        return current if current != address else None

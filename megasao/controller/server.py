@@ -328,8 +328,8 @@ class ControllerServer:
             self._metrics.log(self.state.batches.next_step, counters)
 
     def _refuse_to_share(self) -> None:
-        current = self._run.controller_address()
-        if current not in (None, self._address):
+        current = self._run.taken_over_by(self._address)
+        if current is not None:
             raise TakenOver(
                 f"the controller of {self._run.path} is now at {current}; this one, at {self._address}, ends"
             )

@@ -40,7 +40,7 @@ class Outbox:
         self._entries[seq] = Entry(frames, lease_ids)
 
     def settle(self, seq: int) -> bool:
-        """``seq`` is acknowledged or refused; False if it was settled before."""
+        """``seq`` is acknowledged; False if it was settled before."""
         return self._entries.pop(seq, None) is not None
 
     def forget_sending(self) -> None:

@@ -70,8 +70,8 @@ class Registration:
         return not answer.used or now > self._leave_by
 
     def _is_taken_over(self) -> bool:
-        current = self._run.controller_address()
-        if current in (None, self._client.address):
+        current = self._run.taken_over_by(self._client.address)
+        if current is None:
             return False
         logger.warning("the controller of %s is now at %s; %s ends", self._run.path, current, self._message.name)
         return True

@@ -177,7 +177,7 @@ class GroupsFetching(Fetching):
     def _end(self, stage: Stage) -> None:
         with self._lock:
             self._open.difference_update(link.connection for link in stage.links)
-            stage.close()
+        stage.close()  # without the lock: leaving a group takes a moment, and `stop` is called by an event loop
 
     @contextmanager
     def _named(self, share: Share, manifest: ShareManifest | None = None, bucket: int = 0) -> Iterator[None]:

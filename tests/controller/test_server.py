@@ -368,6 +368,9 @@ def test_a_controller_whose_run_was_taken_over_ends(run):
     server = ControllerServer(run, CONFIG, TinyEnvironment(), Opened(run), address=endpoints.controller)
     for _ in range(3):
         server.tick()
+    (run.path / "endpoints.json").write_text("")
+    server._metrics_due = 0.0
+    server.tick()  # what cannot be read now is no other launch
     run.write_endpoints(dataclasses.replace(endpoints, controller=free_address()))
     with pytest.raises(TakenOver, match=f"this one, at {endpoints.controller}, ends"):
         server.run()

@@ -121,7 +121,11 @@ def test_a_server_that_was_added_ends_when_the_run_is_gone_and_others_wait(run, 
     until_over(added)
     planned._next = 0.0
     assert not planned.is_over(), "the controller may be restarting"
-    run.write_endpoints(replace(run.read_endpoints(), controller=free_address()))
+    endpoints = run.read_endpoints()
+    (run.path / "endpoints.json").write_text("")
+    planned._next = 0.0
+    assert not planned.is_over(), "what cannot be read now is no other launch"
+    run.write_endpoints(replace(endpoints, controller=free_address()))
     until_over(planned)  # another launch has the run
     added.close()
     planned.close()

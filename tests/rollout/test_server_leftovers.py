@@ -59,7 +59,7 @@ def test_a_role_of_any_run_gives_the_memory_of_its_node_back(tmp_path: Path) -> 
         role = [sys.executable, "-m", "megasao", "engine", "--run", str(other.path)]
         ended = subprocess.run(role, capture_output=True, text=True, timeout=300)
         assert "ServerDied" in ended.stderr, "it only begins"
-        assert f"removed weights that no process owns any more: {left}" in ended.stderr
+        # A role of any other run on this machine may have been first.
         assert not left.exists() and (sibling / "7.abc").is_dir()
         alive.communicate()
         assert not left.parent.exists()

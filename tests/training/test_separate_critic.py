@@ -187,7 +187,8 @@ def test_payload_that_moved_or_was_lost_is_asked_for_again(
     options: dict[str, Any] = {"actor_case": "payload_is_elsewhere", "hosted": True}
     nowhere = f"tcp://127.0.0.1:{port}"
     [result] = separate(checkpoint, tmp_path, ONE, ONE, critic_world=second_world, nowhere=nowhere, **options)
-    gone, other = result["told"]
+    gone, other, had = result["told"]
     assert re.match(rf"the critic at tcp://127\.0\.0\.1:\d+: payload at {re.escape(nowhere)}: .* did not answer", gone)
     assert re.match(r"the critic at .*: payload at .*: the payload of \d+ trajectories is not to be had", other)
+    assert not had
     assert result["difference"] == 0 and result["loss"] > 0

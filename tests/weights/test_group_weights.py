@@ -171,7 +171,7 @@ def test_waiting_for_a_rank_that_does_not_send_is_bounded_on_both_sides() -> Non
     ranks.servers[1]._send = lambda *given: released.wait(120)
     reason = fetched(download(shares, intake), 1.0)
     released.set()
-    assert "more than 1 s" in reason or "nothing arrived in time" in reason or "rank 1" in reason
+    assert "of trainer rank" in reason or "from the trainer's ranks took more than 1 s" in reason
     intake.close()
     ranks.close()
     eventually(lambda: not any(server._peers for server in ranks.servers))

@@ -72,11 +72,15 @@ def abandoned(directory: Path) -> Path:
     return directory
 
 
-def test_what_a_killed_process_had_is_removed_and_what_a_living_one_has_stays(tmp_path: Path) -> None:
+def test_what_a_killed_process_had_is_removed_and_what_a_living_one_has_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "megasao.weights.ownership")
     left, sibling = abandoned(tmp_path / "one-00000001" / "engine-0-0"), tmp_path / "one-00000001" / "engine-0-1"
     other = abandoned(tmp_path / "two-00000002" / "engine-0-0")
     with owned(sibling) as process:
         assert clear_abandoned(tmp_path) == [left, other]
+        assert f"removed weights that no process owns any more: {left}, {other}" in caplog.text
         assert not left.exists() and not other.parent.exists() and (sibling / "7.life").is_dir()
         assert clear_abandoned(tmp_path) == []
         with pytest.raises(ValueError, match=r"another process keeps weights in .*engine-0-1; is this role running"):
