@@ -24,6 +24,8 @@ RECEIVER = 0
 AHEAD = 2
 """Buckets of one rank that are under way at once: one travels while the other's checksum is compared."""
 MOST_CALL_BYTES = 4096
+GO = b"+"
+"""From a receiver: it knows what will come, and waits for it."""
 _AT_ONCE_S = 0.001
 _MOST_MEMBERS = 2**16
 _Gloo: Any = ProcessGroupGloo  # torch's type stubs lack its methods

@@ -31,6 +31,8 @@ def fetched(one: GroupsDownload, timeout_s: float = 60.0) -> str | None:
 
 def offered(ranks: Distributed, version: int) -> list[Share]:
     for server in ranks.servers:
+        with server._changed:  # receivers have what they asked for, which the threads that sent it may not know yet
+            assert server._changed.wait_for(lambda server=server: not server._reading, 60)
         retire(server)
     return ranks.offer(version, weights(version))
 
