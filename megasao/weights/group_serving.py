@@ -1,9 +1,9 @@
 """One trainer rank's share of the newest version, sent through process groups that receivers ask it to join.
 
 The connection of :mod:`~megasao.weights.serving` stays, for control: after the version the receiver names a group, with
-the same proof; the rank joins it if it is not in it already, and answers with the manifest and its address in the group.
-Once the receiver has that from all ranks of the stage, it says so, and the rank sends the share through the group, bucket
-by bucket. Invariants, asserted by the tests:
+the same proof; the rank joins it if it is not in it already, and answers with the manifest and its address there. Once
+the receiver has that from all ranks of the stage, it says so, and the rank sends the share through the group, bucket by
+bucket. Invariants, asserted by the tests:
 - the trainer never waits for a receiver: one that hangs in a bucket keeps the old memory, and the rank gets new one;
 - nothing is sent before the receiver has said that it expects exactly this;
 - a group ends with its connection.
