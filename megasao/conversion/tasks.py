@@ -12,7 +12,7 @@ from megasao.families.names import SCALE
 from megasao.storage.header import TensorInfo
 from megasao.storage.reader import TensorFiles
 
-PIECE = 16 << 20
+PIECE = 32 << 20
 """Bytes of a tensor that are read at a time."""
 Write = Callable[[str, Tensor], None]
 Advance = Callable[[int], None]
@@ -117,7 +117,7 @@ class Dequantize:
         scales = self.source.read_whole(self.name + SCALE)
         advance(scales.nbytes)
         done = 0
-        for piece in pieces(self.source, self.name, self.block[0], PIECE // 2):  # it becomes twice as long
+        for piece in pieces(self.source, self.name, self.block[0]):
             count = -(-len(piece) // self.block[0])
             write(
                 self.output.name, dequantize_blocks(piece, scales[done : done + count], self.block, self.output.dtype)

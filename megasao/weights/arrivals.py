@@ -94,11 +94,18 @@ class Arrivals:
     def _receive(self, group: Group) -> None:
         with under_way() as works:
             for bucket in self._buckets:
-                works.append(group.receive(torch.from_numpy(bucket.place), bucket.member, bucket.number))
+                try:
+                    works.append(group.receive(torch.from_numpy(bucket.place), bucket.member, bucket.number))
+                except ConnectionError:
+                    self._finish_all(works)  # so that it is this bucket that is waited for
+                    raise
                 if len(works) == self._ahead:
                     self._finish_one(works)
-            while works:
-                self._finish_one(works)
+            self._finish_all(works)
+
+    def _finish_all(self, works: deque[torch.distributed.Work]) -> None:
+        while works:
+            self._finish_one(works)
 
     def _finish_one(self, works: deque[torch.distributed.Work]) -> None:
         if self._left:

@@ -19,7 +19,7 @@ import numpy as np
 
 from megasao.weights.arrivals import Arrivals, Bucket
 from megasao.weights.fetching import Fetching, SharesDownload
-from megasao.weights.groups import AHEAD, MOST_CALL_BYTES, NO_GROUP, RECEIVER, Group, GroupCall
+from megasao.weights.groups import AHEAD, GO, MOST_CALL_BYTES, NO_GROUP, RECEIVER, Group, GroupCall
 from megasao.weights.intake import Intake, Link, Stage
 from megasao.weights.messages import AnnounceShares, Share
 from megasao.weights.serving import LENGTH, receive_into
@@ -140,6 +140,9 @@ class GroupsFetching(Fetching):
                 if stage.group is not None and member != RECEIVER:
                     stage.group.meet(member, address)
             lanes.append(_Lane(share, member, manifest, self._intake.memory.take(manifest.layout.total_bytes)))
+        for share, link in zip(shares, stage.links, strict=True):
+            with self._named(share):
+                link.connection.sendall(GO)
         return lanes
 
     def _address(self, link: Link) -> bytes:

@@ -1,10 +1,11 @@
 """One trainer rank's share of the newest version, sent through process groups that receivers ask it to join.
 
 The connection of :mod:`~megasao.weights.serving` stays, for control: after the version the receiver names a group, with
-the same proof; the rank joins it if it is not in it already, answers with the manifest and with its address in the
-group, and sends the share through it, bucket by bucket. Invariants, asserted by the tests:
+the same proof; the rank joins it if it is not in it already, and answers with the manifest and its address there. Once
+the receiver has that from all ranks of the stage, it says so, and the rank sends the share through the group, bucket by
+bucket. Invariants, asserted by the tests:
 - the trainer never waits for a receiver: one that hangs in a bucket keeps the old memory, and the rank gets new one;
-- nothing is sent before a receiver has asked for exactly this version;
+- nothing is sent before the receiver has said that it expects exactly this;
 - a group ends with its connection.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Collection
 import msgspec
 import torch
 
-from megasao.weights.groups import AHEAD, MOST_CALL_BYTES, RECEIVER, Group, GroupCall, check_call, finish, under_way
+from megasao.weights.groups import AHEAD, GO, MOST_CALL_BYTES, RECEIVER, Group, GroupCall, check_call, finish, under_way
 from megasao.weights.serving import LENGTH, PROOF_BYTES, Offer, ShareServer, cut, proof, receive_into
 from megasao.weights.shared import read_manifest
 
@@ -50,6 +51,7 @@ class GroupShareServer(ShareServer):
         self._tell(peer, offer)
         address = group.address if group is not None else b""
         peer.sendall(LENGTH.pack(len(address)) + address)
+        receive_into(peer, memoryview(bytearray(len(GO))))
         if group is not None:
             self._send(group, peer, version, offer)
 

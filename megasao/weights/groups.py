@@ -24,6 +24,8 @@ RECEIVER = 0
 AHEAD = 2
 """Buckets of one rank that are under way at once: one travels while the other's checksum is compared."""
 MOST_CALL_BYTES = 4096
+GO = b"+"
+"""From a receiver: it knows what will come, and waits for it."""
 _AT_ONCE_S = 0.001
 _MOST_MEMBERS = 2**16
 _Gloo: Any = ProcessGroupGloo  # torch's type stubs lack its methods
@@ -56,8 +58,8 @@ class Group:
     """
 
     def __init__(self, name: str, rank: int, size: int, own_host: str, timeout_s: float) -> None:
-        """``own_host``: the address of this machine at which the others reach it; ``timeout_s`` bounds every wait.
-        ConnectionError if gloo cannot use it."""
+        """``own_host``: the address of this machine at which the others reach it; ``timeout_s`` bounds every wait but
+        the one for a member that does not connect: gloo's own limit, 10 s. ConnectionError if gloo cannot use it."""
         self.name, self.size = name, size
         limit = timedelta(seconds=timeout_s)
         with _told():

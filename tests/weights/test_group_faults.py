@@ -202,7 +202,6 @@ def test_a_receiver_stuck_in_a_bucket_is_left_behind_and_takes_the_next_version(
                 assert second.engines == ["one", "two"] and second.quarantined == {}
                 assert one.version == two.version == 2
                 assert all(equal(sink.current, weights(2)) for sink in sinks.values())
-                assert ("prepare", 1) not in sinks[stuck[0]].log
                 released.set()
                 await until(lambda: not any(server._reading for server in ranks.servers), "nobody hangs any more")
         ranks.close()

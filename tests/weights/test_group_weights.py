@@ -31,6 +31,8 @@ def fetched(one: GroupsDownload, timeout_s: float = 60.0) -> str | None:
 
 def offered(ranks: Distributed, version: int) -> list[Share]:
     for server in ranks.servers:
+        with server._changed:  # receivers have what they asked for, which the threads that sent it may not know yet
+            assert server._changed.wait_for(lambda server=server: not server._reading, 60)
         retire(server)
     return ranks.offer(version, weights(version))
 
@@ -167,11 +169,17 @@ def test_no_thread_and_no_descriptor_is_left_behind() -> None:
 def test_waiting_for_a_rank_that_does_not_send_is_bounded_on_both_sides() -> None:
     ranks, intake = Distributed(carrier="gloo", timeout_s=1.0), Intake()
     shares = offered(ranks, 1)
-    released = threading.Event()
-    ranks.servers[1]._send = lambda *given: released.wait(120)
+    released, send = threading.Event(), ranks.servers[1]._send
+
+    def late(*given) -> None:
+        released.wait(120)
+        send(*given)
+
+    ranks.servers[1]._send = late
     reason = fetched(download(shares, intake), 1.0)
-    released.set()
     assert "of trainer rank" in reason or "from the trainer's ranks took more than 1 s" in reason
+    released.set()
+    eventually(lambda: not any(thread.name == "weight-group" for thread in threading.enumerate()))
     intake.close()
     ranks.close()
     eventually(lambda: not any(server._peers for server in ranks.servers))
