@@ -13,8 +13,10 @@ from megasao.megatron import runtime
 from megasao.megatron.bridge import export_hf
 from megasao.megatron.models import MegatronModel, build_model
 from megasao.megatron.runtime import Topology
+from megasao.training import publishing as publishing_module
 from megasao.training.publishing import DistributedPublishing, EmbeddedPublishing, Publishing
 from megasao.weights.publisher import WeightPublisher
+from megasao.weights.shared import SMALL_BYTES
 from tests.megatron.tiny import make_config
 
 VERSIONS = 4
@@ -24,8 +26,8 @@ VERSIONS = 4
 def one_life(payload: dict[str, Any]) -> Any:
     """A trainer that publishes the version it loaded, changes its weights, publishes the next, and so on.
 
-    Gives the engines of each publication, and how one before them was refused. Writes all sets of weights, exported,
-    into ``out``.
+    Gives the engines of each publication, how one before them was refused, and the versions that a rank serves at the
+    end. Writes all sets of weights, exported, into ``out``. ``small_bytes``: up to which versions are small ones.
     """
     config = make_config(Path(payload["path"]), payload["parallel"])
     if "carrier" in payload:
@@ -44,7 +46,8 @@ def one_life(payload: dict[str, Any]) -> Any:
     for version in range(payload["version"], payload["version"] + VERSIONS):
         if publisher is not None:
             _until_they_are_there(publisher, payload.get("receivers", 1))
-        publishing.publish(version, model)
+        with patch.object(publishing_module, "SMALL_BYTES", payload.get("small_bytes", SMALL_BYTES)):
+            publishing.publish(version, model)
         exported = export_hf(model)
         if publisher is not None:
             engines.append(publisher.wait().engines)
@@ -54,9 +57,10 @@ def one_life(payload: dict[str, Any]) -> Any:
                 for parameter in module.parameters():
                     parameter.add_(0.01)
         topology.barrier()
+    served = sorted(publishing._server._offers) if isinstance(publishing, DistributedPublishing) else []
     publishing.close()
     runtime.clear_layout()
-    return engines, refused
+    return engines, refused, served
 
 
 def _without_room(publishing: EmbeddedPublishing, version: int, model: MegatronModel, topology: Topology) -> str:

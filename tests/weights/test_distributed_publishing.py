@@ -30,6 +30,8 @@ def test_an_engine_follows_two_ranks_over_a_restart_of_the_trainer(tmp_path: Pat
         payload["transport"] = transport
         first, second = await asyncio.to_thread(run_world, 2, "tests.weights.share_cases:one_life", payload)
         assert first[0] == [["rollout-0"]] * VERSIONS and second[0] == []
+        last = version + VERSIONS - 1
+        assert first[2] == second[2] == ([last - 1, last] if transport == "distributed" else []), "small ones twice"
         short = "could not make a version:"
         reasons = [f"rank 0 {short} rank 1 sees too little memory", f"rank 1 {short} 2 shares"]
         assert [first[1], second[1]] == (reasons if transport == "embedded" else ["", ""])

@@ -77,12 +77,15 @@ class _Slow:
 def test_two_receivers_follow_two_stages_and_a_slow_one_finds_its_version_unchanged(tmp_path: Path) -> None:
     source = write_family(tmp_path / "hf", "llama", "float32")
 
-    async def life(address: str, version: int, out: Path) -> None:
+    async def life(address: str, version: int, out: Path, **options: int) -> None:
         out.mkdir()
         payload = {"path": str(source), "parallel": PARALLEL, "address": address, "version": version, "out": str(out)}
-        payload |= {"transport": "distributed", "carrier": "gloo", "receivers": 2}
+        payload |= {"transport": "distributed", "carrier": "gloo", "receivers": 2, **options}
         first, *others = await asyncio.to_thread(run_world, 4, "tests.weights.share_cases:one_life", payload)
         assert first[0] == [["one", "two"]] * VERSIONS and all(other[0] == [] for other in others)
+        last = version + VERSIONS - 1
+        kept = [last] if "small_bytes" in options else [last - 1, last]
+        assert all(rank[2] == kept for rank in (first, *others))
 
     async def main() -> None:
         address, sinks = free_address(), [RecordingSink(), RecordingSink()]
@@ -104,7 +107,7 @@ def test_two_receivers_follow_two_stages_and_a_slow_one_finds_its_version_unchan
                 assert "its connection ended" in slow.problem, "its version was taken back"
                 await until(lambda: len(slow.found) == 2, "buckets that had been on their way, one of each stage")
                 assert slow.found.items() <= slow.expected.items()
-                await life(address, 2, tmp_path / "second")
+                await life(address, 2, tmp_path / "second", small_bytes=0)
             assert len(slow.names) == 10, "each receiver has two more, of the second life"
             exported = load_file(tmp_path / "second" / f"{1 + VERSIONS}.safetensors")
             assert all(sink.version == 1 + VERSIONS and equal(sink.current, exported) for sink in sinks)
