@@ -5,10 +5,12 @@ can be made alone at any time, and what ends it ends only this receiver's transf
 when they first exchange something: ranks with the receiver, never with one another. Invariants, asserted by the tests:
 - every wait is bounded;
 - a name is used for one group only;
+- an address of another form than one's own is refused: gloo would read beyond it, and end the process;
 - a group leaves no thread and no descriptor behind.
 """
 
 import re
+import struct
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +31,8 @@ GO = b"+"
 _AT_ONCE_S = 0.001
 _MOST_MEMBERS = 2**16
 _Gloo: Any = ProcessGroupGloo  # torch's type stubs lack its methods
+_LENGTH = struct.Struct("@N")
+"""As gloo writes one, which is for machines of one kind."""
 _SOURCE = re.compile(r"^\[[^\]]*\]\s*")
 
 
@@ -74,7 +78,12 @@ class Group:
         self._path = key.removesuffix(str(rank))
 
     def meet(self, member: int, address: bytes) -> None:
-        """Before anything is exchanged with ``member``: its address."""
+        """Before anything is exchanged with ``member``: its address. ValueError if that is none."""
+        if _form(address) != _form(self.address):
+            raise ValueError(
+                f"member {member} gives {len(address)} bytes that are no address of gloo's as here; do both sides have "
+                "the same torch?"
+            )
         self._addresses.set(f"{self._path}{member}", address)
 
     def send(self, bucket: Tensor, tag: int) -> Work:
@@ -89,6 +98,21 @@ class Group:
         with _told():
             work: Work = self._group.recv([place], member, tag)
             return work
+
+
+def _form(address: bytes) -> int | None:
+    """How long what gloo has written behind the host's name is, which is the same everywhere; None if it is not whole.
+
+    Length of the name, the name, length of the rest, the rest.
+    """
+    if len(address) < 2 * _LENGTH.size:
+        return None
+    (name,) = _LENGTH.unpack_from(address)
+    at = _LENGTH.size + name
+    if at + _LENGTH.size > len(address):
+        return None
+    (rest,) = _LENGTH.unpack_from(address, at)
+    return int(rest) if at + _LENGTH.size + rest == len(address) else None
 
 
 def finish(work: Work, seconds: float | None = None) -> None:

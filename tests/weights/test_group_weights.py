@@ -113,6 +113,18 @@ def test_a_group_that_cannot_be_is_not_joined(change: dict, reason: str) -> None
         check_call(msgspec.structs.replace(call, **change))
 
 
+def test_an_address_of_another_form_is_refused_before_gloo_reads_it() -> None:
+    """It would read beyond what it is given, which ends the process."""
+    rank, receiver = (Group("weights/here", member, 2, "127.0.0.1", 60) for member in (1, RECEIVER))
+    right = receiver.address
+    wrong = [b"", b"there", right[:-1], right + b"\0", bytes([right[0] ^ 0xFF]) + right[1:], bytes(len(right))]
+    for address in wrong:
+        with pytest.raises(ValueError, match=f"member 0 gives {len(address)} bytes that are no address"):
+            rank.meet(RECEIVER, address)
+    rank.meet(RECEIVER, right)
+    receiver.meet(1, rank.address)
+
+
 @pytest.mark.parametrize("body", [b"no call", b"\x00" * 5000, None])
 def test_who_names_no_group_or_cannot_prove_it_gets_only_the_end_of_the_connection(body: bytes | None) -> None:
     server = GroupShareServer("127.0.0.1", SECRET, timeout_s=60)
