@@ -62,8 +62,8 @@ class Group:
     """
 
     def __init__(self, name: str, rank: int, size: int, own_host: str, timeout_s: float) -> None:
-        """``own_host``: the address of this machine at which the others reach it; ``timeout_s`` bounds every wait but
-        the one for a member that does not connect: gloo's own limit, 10 s. ConnectionError if gloo cannot use it."""
+        """``own_host``: the address of this machine at which the others reach it; ``timeout_s`` bounds every
+        wait; gloo itself makes it five times that for a member that does not connect. ConnectionError if it cannot."""
         self.name, self.size = name, size
         limit = timedelta(seconds=timeout_s)
         with _told():
