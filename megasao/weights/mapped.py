@@ -147,7 +147,11 @@ class Mappings:
         ValueError or OSError if the version is not there.
         """
         path = Path(f"/proc/{memory.pid}/fd/{memory.fd}")
-        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        try:
+            found = os.readlink(path)
+        except FileNotFoundError:
+            raise ValueError(f"{path} is not there: the rank has ended, or has newer versions by now") from None
+        if not found.startswith(f"/memfd:{_NAME}"):
             raise ValueError(f"{path} is not memory of weights; is that process of another run?")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
