@@ -180,7 +180,7 @@ def test_no_thread_and_no_descriptor_is_left_behind() -> None:
 
 def test_waiting_for_a_rank_that_does_not_send_is_bounded_on_both_sides() -> None:
     ranks, intake = Distributed(carrier="gloo", timeout_s=1.0), Intake()
-    shares = offered(ranks, 1)
+    shares, before = offered(ranks, 1), threading.enumerate()
     released, send = threading.Event(), ranks.servers[1]._send
 
     def late(*given) -> None:
@@ -190,8 +190,9 @@ def test_waiting_for_a_rank_that_does_not_send_is_bounded_on_both_sides() -> Non
     ranks.servers[1]._send = late
     reason = fetched(download(shares, intake), 1.0)
     assert "of trainer rank" in reason or "from the trainer's ranks took more than 1 s" in reason
-    released.set()
-    eventually(lambda: not any(thread.name == "weight-group" for thread in threading.enumerate()))
+    ours = [thread for thread in threading.enumerate() if thread.name == "weight-group" and thread not in before]
+    eventually(lambda: not any(thread.is_alive() for thread in ours))
+    released.set()  # it finds nobody there any more
     intake.close()
     ranks.close()
     eventually(lambda: not any(server._peers for server in ranks.servers))
