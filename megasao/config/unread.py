@@ -38,12 +38,7 @@ _RULES = (
         "the value model of critic.path has its own value head",
     ),
     _Rule(
-        tuple(f"rollout.sglang.{name}" for name in _SERVERS),
-        lambda config: config.rollout.engine != "sglang",
-        "rollout.engine = embedded has no servers",
-    ),
-    _Rule(
-        ("slurm.cpus_per_server",),
+        (*(f"rollout.sglang.{name}" for name in _SERVERS), "slurm.cpus_per_server"),
         lambda config: config.rollout.engine != "sglang",
         "rollout.engine = embedded has no servers",
     ),

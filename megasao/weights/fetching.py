@@ -26,7 +26,7 @@ from megasao.weights.intake import Intake, Link
 from megasao.weights.messages import AnnounceShares, Share
 from megasao.weights.nodes import NodeWeights
 from megasao.weights.serving import LENGTH, NONCE_BYTES, bound, proof, receive_into
-from megasao.weights.shared import SMALL_BYTES, ShareManifest, ShareTensors, bucket_sum, read_manifest
+from megasao.weights.shared import SMALL_BYTES, ShareManifest, ShareTensors, read_manifest
 
 MOST_MANIFEST_BYTES = 2**28
 
@@ -258,13 +258,10 @@ class Fetching:
 
     def _buckets(self, connection: socket.socket, manifest: ShareManifest) -> np.ndarray:
         buffer = self._intake.memory.take(manifest.layout.total_bytes)
-        for index, expected in enumerate(manifest.sums):
-            start = index * manifest.layout.bucket_bytes
-            bucket = buffer[start : start + manifest.layout.bucket_bytes]
+        for index in range(len(manifest.sums)):
             try:
-                receive_into(connection, bucket.data)
+                receive_into(connection, manifest.bucket(buffer, index).data)
             except OSError as error:
                 raise ValueError(f"bucket {index} of {len(manifest.sums)}: {error}") from error
-            if bucket_sum(bucket) != expected:
-                raise ValueError(f"bucket {index} is damaged: its checksum does not match")
+            manifest.check(buffer, index)
         return buffer

@@ -23,7 +23,7 @@ from megasao.weights.groups import AHEAD, GO, MOST_CALL_BYTES, NO_GROUP, RECEIVE
 from megasao.weights.intake import Intake, Link, Stage
 from megasao.weights.messages import AnnounceShares, Share
 from megasao.weights.serving import LENGTH, receive_into
-from megasao.weights.shared import ShareManifest, bucket_sum
+from megasao.weights.shared import ShareManifest
 
 
 class GroupsDownload(SharesDownload):
@@ -42,10 +42,9 @@ class _Lane:
     manifest: ShareManifest
     buffer: np.ndarray
 
-    def place(self, number: int) -> np.ndarray:
-        """Where a bucket goes."""
-        each = self.manifest.layout.bucket_bytes
-        return self.buffer[number * each : (number + 1) * each]
+    def bucket(self, number: int) -> Bucket:
+        """One that is to come."""
+        return Bucket(self.member, number, self.manifest.bucket(self.buffer, number))
 
 
 class GroupsFetching(Fetching):
@@ -157,7 +156,7 @@ class GroupsFetching(Fetching):
         """All buckets, of all ranks beside one another. ValueError names the rank and the bucket."""
         order = sorted((number, at) for at, lane in enumerate(lanes) for number in range(len(lane.manifest.sums)))
         if order:
-            coming = [Bucket(lanes[at].member, number, lanes[at].place(number)) for number, at in order]
+            coming = [lanes[at].bucket(number) for number, at in order]
             seconds = self._deadline - time.monotonic()
             ahead = AHEAD * max(lane.member for lane in lanes)
             with Arrivals(stage, coming, ahead=ahead, seconds=seconds) as arrivals:
@@ -174,8 +173,7 @@ class GroupsFetching(Fetching):
             with self._named(lanes[gone].share, lanes[gone].manifest, number):
                 raise ConnectionError("its connection ended" if not self._stopped else "given up")
         with self._named(lane.share):
-            if bucket_sum(lane.place(number)) != lane.manifest.sums[number]:
-                raise ValueError(f"bucket {number} is damaged: its checksum does not match")
+            lane.manifest.check(lane.buffer, number)
 
     def _end(self, stage: Stage) -> None:
         with self._lock:

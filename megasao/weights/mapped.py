@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megasao.weights.messages import AnnounceMapped, Mapped
 from megasao.weights.ownership import this_machine
-from megasao.weights.shared import SMALL_BYTES, Lease, ShareManifest, ShareTensors, bucket_sum, read_manifest
+from megasao.weights.shared import SMALL_BYTES, Lease, ShareManifest, ShareTensors, read_manifest
 
 _NAME = "megasao-weights"
 _PIECES = 2
@@ -263,13 +263,12 @@ class MappedDownload:
 
         def check(which: tuple[int, int, ShareManifest, np.ndarray]) -> None:
             rank, number, manifest, data = which
-            each = manifest.layout.bucket_bytes
-            bucket = data[number * each : (number + 1) * each]
-            if not self._stopped.is_set() and bucket_sum(bucket) != manifest.sums[number]:
-                raise ValueError(
-                    f"weights {self.version} of trainer rank {rank}: bucket {number} is damaged: "
-                    "its checksum does not match"
-                )
+            if self._stopped.is_set():
+                return
+            try:
+                manifest.check(data, number)
+            except ValueError as error:
+                raise ValueError(f"weights {self.version} of trainer rank {rank}: {error}") from None
 
         for _ in on_each(check, buckets):
             pass

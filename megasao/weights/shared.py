@@ -75,6 +75,16 @@ class ShareManifest:
     layout: ShareLayout
     sums: list[int]
 
+    def bucket(self, share: np.ndarray, number: int) -> np.ndarray:
+        """Where it lies in ``share``, uint8 [total_bytes]."""
+        each = self.layout.bucket_bytes
+        return share[number * each : (number + 1) * each]
+
+    def check(self, share: np.ndarray, number: int) -> None:
+        """ValueError if a bucket of ``share`` is not what its rank has."""
+        if bucket_sum(self.bucket(share, number)) != self.sums[number]:
+            raise ValueError(f"bucket {number} is damaged: its checksum does not match")
+
 
 class _Wire(msgspec.Struct, frozen=True):
     layout: msgspec.Raw

@@ -17,7 +17,7 @@ from share_world import two_pairs, write_mapped
 from weight_world import RecordingSink, connected, equal, free_address, publisher, receiving, weights
 
 from megasao.config.rollout import TransportConfig
-from megasao.weights import mapped
+from megasao.weights import mapped, shared
 from megasao.weights.intake import Intake
 from megasao.weights.mapped import MappedDownload, MappedWeights, Mappings, Segment, SegmentPair, room_for
 from megasao.weights.messages import AnnounceMapped, Mapped
@@ -251,7 +251,7 @@ def test_a_comparison_that_takes_too_long_is_given_up(
     memories = [write_mapped(pair, rank, weights(5)) for rank, pair in enumerate(ranks)]
     goes_on = threading.Event()
     monkeypatch.setattr(mapped, "SMALL_BYTES", 0)
-    monkeypatch.setattr(mapped, "bucket_sum", lambda bucket: goes_on.wait(60) and 0)
+    monkeypatch.setattr(shared, "bucket_sum", lambda bucket: goes_on.wait(60) and 0)
 
     async def main() -> None:
         intake = Intake()
