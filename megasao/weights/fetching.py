@@ -1,7 +1,5 @@
 """A receiver takes the shares of all ranks, several beside one another, and compares every bucket as it arrives.
 
-A small version is asked for over the connections of the one before, where the ranks have not closed them.
-
 Invariants, asserted by the tests:
 - nothing is handed on before every bucket of every share is here and intact;
 - what went wrong is named with the rank, its address and the bucket;
@@ -12,77 +10,19 @@ import asyncio
 import socket
 import threading
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import msgspec
 import numpy as np
-from torch import Tensor
 
-from megasao.weights.intake import Intake, Link
+from megasao.weights.incoming import Link, ask, receive_buckets, receive_manifest
+from megasao.weights.intake import Intake
 from megasao.weights.messages import AnnounceShares, Share
-from megasao.weights.nodes import NodeWeights
-from megasao.weights.serving import LENGTH, NONCE_BYTES, bound, proof, receive_into
-from megasao.weights.shared import SMALL_BYTES, ShareManifest, ShareTensors, read_manifest
-
-MOST_MANIFEST_BYTES = 2**28
-
-
-class SharesDownload:
-    """The announced version on its way from the memory of the trainer's ranks."""
-
-    complete = True
-    idle_s = 0.0
-
-    def __init__(self, announce: AnnounceShares, intake: Intake) -> None:
-        self.epoch, self.version = announce.epoch, announce.version
-        self._announce, self._intake = announce, intake
-        self._tensors: ShareTensors | None = None
-        self.staged = False
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors, once verified."""
-        assert self._tensors is not None, "verify() comes first"
-        return self._tensors
-
-    async def verify(self, timeout_s: float) -> str | None:
-        """Fetch and compare everything; what went wrong, or that it took too long."""
-        fetching = self._attempt(timeout_s)
-        try:
-            await asyncio.wait_for(asyncio.to_thread(fetching.run), timeout_s)
-            self._tensors = fetching.take()
-        except TimeoutError:
-            return f"fetching weights {self.version} from the trainer's ranks took more than {timeout_s:g} s"
-        except (ValueError, OSError) as error:
-            return str(error)
-        finally:
-            fetching.stop()
-        return None
-
-    def _attempt(self, timeout_s: float) -> "Fetching":
-        return Fetching(self._announce, self._intake, timeout_s)
-
-
-class NodesDownload:
-    """The announced version, of which a worker has the label: the nodes of its servers take the bytes."""
-
-    complete = True
-    idle_s = 0.0
-
-    def __init__(self, announce: AnnounceShares) -> None:
-        self.epoch, self.version, self._label = announce.epoch, announce.version, label(announce)
-        self.staged = False
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """None, under the version's label."""
-        return NodeWeights(self._label)
-
-    async def verify(self, timeout_s: float) -> str | None:
-        """Nothing has arrived that could be wrong."""
-        return None
+from megasao.weights.serving import NONCE_BYTES, bound, nearby, read_head, receive_into
+from megasao.weights.shared import ShareManifest, ShareTensors, read_manifest
 
 
 def label(announce: AnnounceShares) -> str:
@@ -99,18 +39,16 @@ class Fetching:
         self._found: list[
             tuple[ShareManifest, np.ndarray]
         ] = []  # not in futures, which would keep the memory for a while
-        self._small = sum(share.total_bytes for share in announce.shares) <= SMALL_BYTES
         self._lock = threading.Lock()
         self._stopped = False
 
-    def run(self) -> None:
+    async def finish(self) -> None:
         """Fetch all shares. ValueError if one is damaged or cannot be had."""
-        shares = self._announce.shares
-        self._intake.keep_only((share.host, share.port) for share in shares)
-        if self._small:
-            self._run_in_turn(shares)
-            return
-        self._beside([partial(self._fetch, share, None) for share in shares])
+        await asyncio.to_thread(self._run)
+
+    def _run(self) -> None:
+        self._intake.keep_only(())
+        self._beside([partial(self._fetch, share) for share in self._announce.shares])
 
     def _beside(self, works: Iterable[Callable[[], None]]) -> None:
         """All of them; the first error, once all have ended."""
@@ -123,17 +61,6 @@ class Fetching:
                 one.cancel()
             wait(left)
             raise failures[0]
-
-    def _run_in_turn(self, shares: Sequence[Share]) -> None:
-        """Ask all ranks, then read what each sends: for a few megabytes threads take longer than they save."""
-        asked = deque((share, self._hurry(share)) for share in shares)
-        try:
-            while asked:
-                self._fetch(*asked.popleft())
-        finally:
-            for _, link in asked:
-                if link is not None:
-                    self._close(link.connection)
 
     def take(self) -> ShareTensors:
         """The whole, once. ValueError if the shares do not fit each other."""
@@ -148,75 +75,70 @@ class Fetching:
                 with suppress(OSError):  # one that is not connected yet ends by its bound
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def _fetch(self, share: Share, asked: Link | None) -> None:
-        """Take a share; ``asked`` is a kept connection over which we have asked for it."""
-        try:
-            link, size = self._answered(asked) or self._connected(share)
+    def _fetch(self, share: Share) -> None:
+        """Take a share over a connection of its own."""
+        with self._named(share):
+            link = self._opened(share)
             try:
-                self._found.append(self._read(link.connection, share, size))
-            except BaseException:
+                ask(link, self._announce.secret, self._announce.version)
+                self._read(link, share, read_head(link.connection)[1])
+            finally:
                 self._close(link.connection)
-                raise
-            if not self._small:
-                self._close(link.connection)
-                return
-            with self._lock:
-                self._open.discard(link.connection)
-            self._intake.keep(link)
+
+    def _read(self, link: Link, share: Share, size: int) -> None:
+        """The share that comes, with a manifest of ``size`` bytes."""
+        manifest = self._manifest(link, share, size)
+        self._found.append((manifest, receive_buckets(link, manifest, self._intake.memory)))
+
+    def _manifest(self, link: Link, share: Share, size: int) -> ShareManifest:
+        raw = receive_manifest(link, size)
+        self._check_announced(zlib.crc32(raw), share)
+        return read_manifest(raw, share.total_bytes)
+
+    def _check_announced(self, manifest_crc32: int, share: Share) -> None:
+        if manifest_crc32 != share.manifest_crc32:
+            raise ValueError("its manifest is damaged: the CRC-32 is not the announced one")
+
+    @contextmanager
+    def _named(self, share: Share, place: str = "") -> Iterator[None]:
+        """Errors say whose they are, and of what."""
+        try:
+            yield
         except (OSError, ValueError, msgspec.DecodeError) as error:
-            raise ValueError(self._about(share, error)) from error
-
-    def _about(self, share: Share, what: object) -> str:
-        return f"weights {self._announce.version} of trainer rank {share.rank} at {share.host}:{share.port}: {what}"
-
-    def _hurry(self, share: Share) -> Link | None:
-        """Ask for a share over the connection of the version before; None if there is none any more."""
-        kept = self._intake.take((share.host, share.port))
-        if kept is None:
-            return None
-        self._enter(kept.connection)
-        try:
-            self._ask(kept)
-        except OSError:
-            self._close(kept.connection)
-            return None
-        return kept
-
-    def _answered(self, asked: Link | None) -> tuple[Link, int] | None:
-        """The connection, and how long the manifest on it is; None if the rank had closed it before we asked."""
-        if asked is None:
-            return None
-        try:
-            return asked, self._length(asked)
-        except BaseException as error:
-            self._close(asked.connection)
-            if isinstance(error, ConnectionError):
-                return None
-            raise
-
-    def _connected(self, share: Share) -> tuple[Link, int]:
-        """A new connection, over which the share comes, and how long its manifest is."""
-        link = self._opened(share)
-        try:
-            self._ask(link)
-            return link, self._length(link)
-        except BaseException:
-            self._close(link.connection)
-            raise
+            rank = f"trainer rank {share.rank} at {share.host}:{share.port}"
+            raise ValueError(f"weights {self._announce.version} of {rank}: {place}{error}") from error
 
     def _opened(self, share: Share) -> Link:
         """A new connection, over which nothing is asked yet."""
-        connection = socket.socket(socket.AF_INET6 if ":" in share.host else socket.AF_INET)
-        self._enter(connection)
+        connection = self._connected(share)
         try:
-            bound(connection, self._timeout_s)
-            connection.connect((share.host, share.port))
             nonce = bytearray(NONCE_BYTES)
             receive_into(connection, memoryview(nonce))
             return Link((share.host, share.port), connection, bytes(nonce))
         except BaseException:
             self._close(connection)
             raise
+
+    def _connected(self, share: Share) -> socket.socket:
+        """To the rank, by a Unix socket if it is on this machine."""
+        try:
+            return self._reached(socket.AF_UNIX, nearby(share.host, share.port, self._announce.secret))
+        except OSError:  # it is on another one
+            return self._by_network(share)
+
+    def _by_network(self, share: Share) -> socket.socket:
+        return self._reached(socket.AF_INET6 if ":" in share.host else socket.AF_INET, (share.host, share.port))
+
+    def _reached(self, family: socket.AddressFamily, address: bytes | tuple[str, int]) -> socket.socket:
+        connection = socket.socket(family)
+        self._enter(connection)
+        try:
+            bound(connection, self._timeout_s)
+            connection.connect(address)
+        except BaseException:
+            self._close(connection)
+            raise
+        return connection
 
     def _enter(self, connection: socket.socket) -> None:
         """From now on ``stop`` ends it. ValueError if that was already called."""
@@ -230,38 +152,3 @@ class Fetching:
         with self._lock:
             self._open.discard(connection)
             connection.close()
-
-    def _ask(self, link: Link) -> None:
-        link.connection.sendall(self._proven(link, LENGTH.pack(self._announce.version)))
-
-    def _proven(self, link: Link, asked: bytes) -> bytes:
-        return asked + proof(self._announce.secret, link.nonce, asked)
-
-    def _length(self, link: Link) -> int:
-        length = bytearray(LENGTH.size)
-        receive_into(link.connection, memoryview(length))
-        (size,) = LENGTH.unpack(length)
-        return int(size)
-
-    def _read(self, connection: socket.socket, share: Share, size: int) -> tuple[ShareManifest, np.ndarray]:
-        manifest = self._manifest(connection, share, size)
-        return manifest, self._buckets(connection, manifest)
-
-    def _manifest(self, connection: socket.socket, share: Share, size: int) -> ShareManifest:
-        if not 0 < size <= MOST_MANIFEST_BYTES:
-            raise ValueError("it does not have this version any more" if not size else f"a manifest of {size} bytes")
-        raw = bytearray(size)
-        receive_into(connection, memoryview(raw))
-        if zlib.crc32(raw) != share.manifest_crc32:
-            raise ValueError("its manifest is damaged: the CRC-32 is not the announced one")
-        return read_manifest(raw, share.total_bytes)
-
-    def _buckets(self, connection: socket.socket, manifest: ShareManifest) -> np.ndarray:
-        buffer = self._intake.memory.take(manifest.layout.total_bytes)
-        for index in range(len(manifest.sums)):
-            try:
-                receive_into(connection, manifest.bucket(buffer, index).data)
-            except OSError as error:
-                raise ValueError(f"bucket {index} of {len(manifest.sums)}: {error}") from error
-            manifest.check(buffer, index)
-        return buffer

@@ -7,9 +7,9 @@ connections over which it asks for the next ones. Invariants, asserted by the te
 - as without groups: nothing is handed on before all of it is intact, faults are named, and every wait is bounded.
 """
 
+import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -18,19 +18,13 @@ import msgspec
 import numpy as np
 
 from megasao.weights.arrivals import Arrivals, Bucket
-from megasao.weights.fetching import Fetching, SharesDownload
+from megasao.weights.fetching import Fetching
 from megasao.weights.groups import AHEAD, GO, MOST_CALL_BYTES, NO_GROUP, RECEIVER, Group, GroupCall
-from megasao.weights.intake import Intake, Link, Stage
+from megasao.weights.incoming import Link, proven
+from megasao.weights.intake import Intake, Stage
 from megasao.weights.messages import AnnounceShares, Share
-from megasao.weights.serving import LENGTH, receive_into
+from megasao.weights.serving import LENGTH, read_head, receive_into
 from megasao.weights.shared import ShareManifest
-
-
-class GroupsDownload(SharesDownload):
-    """The announced version on its way through process groups."""
-
-    def _attempt(self, timeout_s: float) -> Fetching:
-        return GroupsFetching(self._announce, self._intake, timeout_s)
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,10 @@ class _Lane:
         """One that is to come."""
         return Bucket(self.member, number, self.manifest.bucket(self.buffer, number))
 
+    def about(self, number: int) -> str:
+        """Which one it is, for errors."""
+        return f"bucket {number} of {len(self.manifest.sums)}: "
+
 
 class GroupsFetching(Fetching):
     """One attempt."""
@@ -54,8 +52,7 @@ class GroupsFetching(Fetching):
         super().__init__(announce, intake, timeout_s)
         self._deadline = time.monotonic() + timeout_s
 
-    def run(self) -> None:
-        """Fetch all shares. ValueError if one is damaged or cannot be had."""
+    def _run(self) -> None:
         shares = sorted(self._announce.shares, key=lambda share: (share.stage, share.rank))
         self._intake.keep_only((share.host, share.port) for share in shares)
         stages = [list(of) for _, of in groupby(shares, key=lambda share: share.stage)]
@@ -63,6 +60,9 @@ class GroupsFetching(Fetching):
             self._fetch_stage(stages[0])
         else:
             self._beside([partial(self._fetch_stage, of) for of in stages])
+
+    def _connected(self, share: Share) -> socket.socket:
+        return self._by_network(share)  # which tells us our address in the group
 
     def _fetch_stage(self, shares: Sequence[Share]) -> None:
         stage = self._intake.take_stage(tuple((share.host, share.port) for share in shares)) or Stage()
@@ -87,7 +87,7 @@ class GroupsFetching(Fetching):
                 self._enter(link.connection)
             for number, link in enumerate(stage.links):
                 self._call(link, stage.group, number, shares)
-            return [self._length(link) for link in stage.links]
+            return [read_head(link.connection)[1] for link in stage.links]
         except ConnectionError:
             self._end(stage)
             return None
@@ -108,7 +108,7 @@ class GroupsFetching(Fetching):
         sizes = []
         for share, link in zip(shares, stage.links, strict=True):
             with self._named(share):
-                sizes.append(self._length(link))
+                sizes.append(read_head(link.connection)[1])
         return sizes
 
     def _call(self, link: Link, group: Group | None, number: int, shares: Sequence[Share]) -> None:
@@ -117,9 +117,10 @@ class GroupsFetching(Fetching):
         if group is not None and member != RECEIVER:
             call = GroupCall(group.name, member, group.size, group.address)
         body = msgspec.msgpack.encode(call)
-        version, called = LENGTH.pack(self._announce.version), LENGTH.pack(len(body)) + body
+        secret, version = self._announce.secret, LENGTH.pack(self._announce.version)
+        called = LENGTH.pack(len(body)) + body
         # In one piece: a second small one would wait until the first is acknowledged.
-        link.connection.sendall(self._proven(link, version) + self._proven(link, called))
+        link.connection.sendall(proven(link, secret, version) + proven(link, secret, called))
 
     def _problem(self, stage: Stage, shares: Sequence[Share], sizes: Sequence[int]) -> str | None:
         """Receive everything; what went wrong, in words: an error would keep the group for a while."""
@@ -134,7 +135,7 @@ class GroupsFetching(Fetching):
         lanes = []
         for share, link, member, size in zip(shares, stage.links, _members(shares), sizes, strict=True):
             with self._named(share):
-                manifest = self._manifest(link.connection, share, size)
+                manifest = self._manifest(link, share, size)
                 address = self._address(link)
                 if stage.group is not None and member != RECEIVER:
                     stage.group.meet(member, address)
@@ -145,7 +146,9 @@ class GroupsFetching(Fetching):
         return lanes
 
     def _address(self, link: Link) -> bytes:
-        size = self._length(link)
+        length = bytearray(LENGTH.size)
+        receive_into(link.connection, memoryview(length))
+        (size,) = LENGTH.unpack(length)
         if size > MOST_CALL_BYTES:
             raise ValueError(f"an address of {size} bytes")
         address = bytearray(size)
@@ -167,10 +170,10 @@ class GroupsFetching(Fetching):
 
     def _take(self, arrivals: Arrivals, lanes: Sequence[_Lane], lane: _Lane, number: int) -> None:
         """Wait for a bucket, and compare its checksum."""
-        with self._named(lane.share, lane.manifest, number):
+        with self._named(lane.share, lane.about(number)):
             gone = arrivals.take()
         if gone is not None:
-            with self._named(lanes[gone].share, lanes[gone].manifest, number):
+            with self._named(lanes[gone].share, lanes[gone].about(number)):
                 raise ConnectionError("its connection ended" if not self._stopped else "given up")
         with self._named(lane.share):
             lane.manifest.check(lane.buffer, number)
@@ -178,16 +181,7 @@ class GroupsFetching(Fetching):
     def _end(self, stage: Stage) -> None:
         with self._lock:
             self._open.difference_update(link.connection for link in stage.links)
-        stage.close()  # without the lock: leaving a group takes a moment, and `stop` is called by an event loop
-
-    @contextmanager
-    def _named(self, share: Share, manifest: ShareManifest | None = None, bucket: int = 0) -> Iterator[None]:
-        """Errors say whose they are."""
-        try:
-            yield
-        except (OSError, ValueError, msgspec.DecodeError) as error:
-            place = f"bucket {bucket} of {len(manifest.sums)}: " if manifest is not None else ""
-            raise ValueError(self._about(share, f"{place}{error}")) from error
+        stage.end()  # without the lock: leaving a group takes a moment, and `stop` is called by an event loop
 
 
 def _members(shares: Sequence[Share]) -> list[int]:

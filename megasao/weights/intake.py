@@ -8,33 +8,18 @@ Invariants, asserted by the tests:
 
 import itertools
 import secrets
-import socket
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from megasao.weights.ahead import Ahead
 from megasao.weights.groups import Group
+from megasao.weights.incoming import Link, Place
 from megasao.weights.shared import BufferPool
 
 LANES = 16
 """Ranks that one receiver reads at once."""
-
-Place = tuple[str, int]
-"""Host and port of a rank."""
-
-
-@dataclass(frozen=True, eq=False)
-class Link:
-    """A connection to the rank at ``place``, which has given us this ``nonce`` for it."""
-
-    place: Place
-    connection: socket.socket
-    nonce: bytes
-
-    def close(self) -> None:
-        """End it."""
-        self.connection.close()
 
 
 @dataclass(eq=False)
@@ -49,8 +34,8 @@ class Stage:
         """Of the ranks, in their order."""
         return tuple(link.place for link in self.links)
 
-    def close(self) -> None:
-        """End it all; it can be made anew."""
+    def end(self) -> None:
+        """Close it all; it can be made anew."""
         for link in self.links:
             link.close()
         self.links, self.group = [], None
@@ -63,21 +48,28 @@ class Intake:
         self._name, self._made = f"{name}.{secrets.token_hex(8)}", itertools.count(1)
         self.memory = BufferPool()
         self.threads = ThreadPoolExecutor(LANES, thread_name_prefix="weights")
-        self._links: dict[Place, Link] = {}
+        self._ahead: Ahead | None = None
         self._stages: dict[tuple[Place, ...], Stage] = {}
         self._lock = threading.Lock()
 
-    def take(self, place: Place) -> Link | None:
-        """The connection to a rank, if there is one that nobody uses."""
+    def take_ahead(self) -> Ahead | None:
+        """The connections to the ranks of a small version, and what has come over them, if nobody uses them."""
         with self._lock:
-            return self._links.pop(place, None)
+            ahead, self._ahead = self._ahead, None
+        return ahead
 
-    def keep(self, link: Link) -> None:
-        """Nobody uses it now."""
+    def keep_ahead(self, ahead: Ahead) -> None:
+        """Nobody uses them now."""
         with self._lock:
-            other, self._links[link.place] = self._links.get(link.place), link
+            other, self._ahead = self._ahead, ahead
         if other is not None:
-            other.close()
+            other.end()
+
+    def ask_ahead(self) -> None:
+        """Ask the ranks of a small version for the one after it."""
+        with self._lock:
+            if self._ahead is not None:
+                self._ahead.ask()
 
     def take_stage(self, places: tuple[Place, ...]) -> Stage | None:
         """The connections to the ranks of a stage, and the group, if there is one that nobody uses."""
@@ -89,7 +81,7 @@ class Intake:
         with self._lock:
             other, self._stages[stage.places] = self._stages.get(stage.places), stage
         if other is not None:
-            other.close()
+            other.end()
 
     def group_name(self, epoch: str, stage: int) -> str:
         """Of a new group."""
@@ -99,10 +91,14 @@ class Intake:
         """Close the connections to all other ranks."""
         wanted = set(places)
         with self._lock:
-            gone: list[Link | Stage] = [self._links.pop(place) for place in self._links.keys() - wanted]
-            gone += [self._stages.pop(key) for key in list(self._stages) if not wanted.issuperset(key)]
+            gone: list[Ahead | Stage] = [
+                self._stages.pop(key) for key in list(self._stages) if not wanted.issuperset(key)
+            ]
+            if self._ahead is not None and not wanted.issuperset(self._ahead.places):
+                gone.append(self._ahead)
+                self._ahead = None
         for one in gone:
-            one.close()
+            one.end()
 
     def close(self) -> None:
         """End all connections and threads; what has begun ends by its own bound."""

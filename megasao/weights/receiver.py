@@ -25,8 +25,6 @@ from megasao.transport.codec import MalformedMessage, decode, encode
 from megasao.transport.endpoints import connect_dealer
 from megasao.transport.keys import CurveKeys
 from megasao.weights.download import DirectoryDownload, Download
-from megasao.weights.fetching import NodesDownload, SharesDownload
-from megasao.weights.group_fetching import GroupsDownload
 from megasao.weights.intake import Intake
 from megasao.weights.mapped import MappedDownload, Mappings
 from megasao.weights.messages import (
@@ -46,6 +44,7 @@ from megasao.weights.messages import (
     Refused,
     ToReceiver,
 )
+from megasao.weights.shares_download import NodesDownload, SharesDownload
 
 _log = logging.getLogger(__name__)
 
@@ -247,9 +246,7 @@ class WeightReceiver:
             return DirectoryDownload(announce)
         if isinstance(announce, AnnounceMapped):
             return MappedDownload(announce, self._mappings, self._intake.threads)
-        if self._on_nodes:
-            return NodesDownload(announce)
-        return (GroupsDownload if announce.carrier == "gloo" else SharesDownload)(announce, self._intake)
+        return NodesDownload(announce) if self._on_nodes else SharesDownload(announce, self._intake)
 
     async def _on_bucket(self, download: Download, bucket: Bucket, payload: bytes) -> None:
         try:
@@ -287,12 +284,14 @@ class WeightReceiver:
             self._download, self.quarantined = None, None
             self._changed.notify_all()
         await self._send(Committed(download.epoch, download.version))
+        self._intake.ask_ahead()
 
     async def _on_engines(self, method: str, *arguments: Any) -> str | None:
         """Call ``method`` on every engine; the reason if one failed."""
         for index, engine in enumerate(self._engines):
             try:
-                await asyncio.wait_for(getattr(engine, method)(*arguments), self._timeout_s)
+                async with asyncio.timeout(self._timeout_s):
+                    await getattr(engine, method)(*arguments)
             except TimeoutError:
                 return f"engine {index} of {self._name}: {method} took more than {self._timeout_s:g} s"
             except (RuntimeError, ValueError, OSError) as error:

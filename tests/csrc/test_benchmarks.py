@@ -80,7 +80,7 @@ def test_weights(ran: Ran) -> None:
     said, [report] = ran
     assert "paused: embedded" in said
     assert set(report["rows"]) == {
-        *("stream", "disk", "distributed", "distributed, gloo", "embedded"),
+        *("stream", "disk", "distributed", "distributed, gloo", "distributed, TCP", "embedded"),
         *("bare gloo broadcast", "bare file write"),
     }
     assert set(report["parts"]) == {"collectives", "copy and checksums", "receiver's checksums", "messages"}

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from weight_world import RecordingSink, equal, free_address, receiving, until
 
-from megasao.weights.group_fetching import GroupsDownload, GroupsFetching
 from megasao.weights.groups import Group, finish
 from megasao.weights.intake import Intake
 from megasao.weights.receiver import WeightReceiver
 from megasao.weights.shared import bucket_sum
+from megasao.weights.shares_download import GroupsFetching, SharesDownload
 from tests.conversion.support import write_family
 from tests.megatron.world import run_world
 from tests.weights.share_cases import VERSIONS
@@ -43,12 +43,12 @@ class _Slow:
 
     def _follow(self, announce):
         if self.thread is None:
-            self.thread = threading.Thread(target=self._fetch, args=(GroupsDownload(announce, Intake("slow")),))
+            self.thread = threading.Thread(target=self._fetch, args=(SharesDownload(announce, Intake("slow")),))
             self.thread.start()
             self._joined.wait(60)
         return self._begin(announce)
 
-    def _fetch(self, download: GroupsDownload) -> None:
+    def _fetch(self, download: SharesDownload) -> None:
         self.problem = asyncio.run(download.verify(120))
 
     def receive(self, group: Group, place: torch.Tensor, member: int, tag: int):

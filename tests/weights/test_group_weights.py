@@ -13,19 +13,19 @@ import torch
 from share_world import SECRET, Distributed, retire
 from weight_world import equal, weights
 
-from megasao.weights.group_fetching import GroupsDownload
 from megasao.weights.group_serving import GroupShareServer
 from megasao.weights.groups import RECEIVER, Group, GroupCall, check_call, finish, under_way
 from megasao.weights.intake import LANES, Intake
 from megasao.weights.messages import AnnounceShares, Share
 from megasao.weights.serving import LENGTH, NONCE_BYTES, bound, proof, receive_into
+from megasao.weights.shares_download import SharesDownload
 
 
-def download(shares: list[Share], intake: Intake, version: int = 1, secret: bytes = SECRET) -> GroupsDownload:
-    return GroupsDownload(AnnounceShares("epoch", version, shares, secret, "gloo"), intake)
+def download(shares: list[Share], intake: Intake, version: int = 1, secret: bytes = SECRET) -> SharesDownload:
+    return SharesDownload(AnnounceShares("epoch", version, shares, secret, "gloo"), intake)
 
 
-def fetched(one: GroupsDownload, timeout_s: float = 60.0) -> str | None:
+def fetched(one: SharesDownload, timeout_s: float = 60.0) -> str | None:
     return asyncio.run(one.verify(timeout_s))
 
 

@@ -13,11 +13,20 @@ import torch
 from share_world import SECRET, Distributed, cut_in_two, encode, offer, retire
 from weight_world import equal, weights
 
-from megasao.weights.fetching import SharesDownload
 from megasao.weights.intake import Intake
 from megasao.weights.messages import AnnounceShares, Share
-from megasao.weights.serving import LENGTH, NONCE_BYTES, ShareServer, address_towards, bound, proof, receive_into
+from megasao.weights.serving import (
+    HEAD,
+    LENGTH,
+    NONCE_BYTES,
+    ShareServer,
+    address_towards,
+    bound,
+    proof,
+    receive_into,
+)
 from megasao.weights.shared import BufferPool, ShareManifest, ShareTensors, bucket_sum, read_manifest
+from megasao.weights.shares_download import SharesDownload
 
 
 def test_a_checksum_sees_every_changed_word_and_words_that_change_places() -> None:
@@ -172,7 +181,7 @@ def test_a_version_that_is_taken_back_disturbs_nobody_who_reads_the_next() -> No
         server.offer(version, b"manifest", share)
         readers[version] = socket.create_connection(("127.0.0.1", server.port))
         bound(readers[version], 60)
-        nonce, head = bytearray(NONCE_BYTES), bytearray(LENGTH.size + len(b"manifest"))
+        nonce, head = bytearray(NONCE_BYTES), bytearray(HEAD.size + len(b"manifest"))
         receive_into(readers[version], memoryview(nonce))
         asked = LENGTH.pack(version)
         readers[version].sendall(asked + proof(SECRET, bytes(nonce), asked))
@@ -230,7 +239,7 @@ def test_connections_are_kept_for_the_next_version_and_made_anew_where_a_rank_ha
     others = Distributed()
     shares = [offer(server, rank, 4, cut_in_two(weights(4))[rank]) for rank, server in enumerate(others.servers)]
     assert fetched(SharesDownload(AnnounceShares("epoch", 4, shares, SECRET), intake), 60.0) is None
-    assert intake._links.keys() == {(server.host, server.port) for server in others.servers}, "of the next life only"
+    assert intake._ahead.places == [(server.host, server.port) for server in others.servers], "of the next life only"
     intake.close()
     ranks.close()
     others.close()
@@ -247,7 +256,7 @@ def test_a_proof_does_not_go_for_another_version_or_connection() -> None:
 
     def answer(connection: socket.socket, version: int, proven: bytes) -> bytes:
         connection.sendall(LENGTH.pack(version) + proven)
-        return read(connection, LENGTH.size)
+        return read(connection, HEAD.size)
 
     def connected() -> tuple[socket.socket, bytes]:
         connection = socket.create_connection(("127.0.0.1", server.port))
@@ -256,7 +265,7 @@ def test_a_proof_does_not_go_for_another_version_or_connection() -> None:
 
     one, nonce = connected()
     right = proof(SECRET, nonce, LENGTH.pack(1))
-    assert LENGTH.unpack(answer(one, 1, right)) == (len(b"manifest"),)
+    assert HEAD.unpack(answer(one, 1, right)) == (1, len(b"manifest"))
     assert read(one, len(b"manifestshare")) == b"manifestshare"
     with pytest.raises(ConnectionError, match="ended"):
         answer(one, 2, right)

@@ -1,0 +1,105 @@
+"""A receiver takes a version of a few megabytes: what has come before it was announced, and the rest in turn, over the
+connections of the version before.
+
+Invariants, asserted by the tests:
+- a share that came before it was announced is taken only as the announced version, with the announced manifest;
+- connections are kept where ranks have not closed them, and made anew where they have; those to ranks that do not
+  announce any more are closed.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from megasao.weights.ahead import Ahead, Arrived, Damaged
+from megasao.weights.fetching import Fetching
+from megasao.weights.incoming import Link, Place, ask
+from megasao.weights.messages import Share
+from megasao.weights.serving import read_head
+
+
+class SmallFetching(Fetching):
+    """One attempt. What was not asked for ahead is read by one thread: more take longer than they save."""
+
+    async def finish(self) -> None:
+        """Take what has come, and fetch the rest. ValueError if a share is damaged or cannot be had."""
+        try:
+            links, found = await self._came_ahead()
+            missing = [share for share in self._announce.shares if not self._accepts(share, found.get(_place(share)))]
+            if missing:
+                await asyncio.to_thread(self._fetch_over, links, missing)
+        except BaseException:
+            self._end_all()
+            raise
+        with self._lock:
+            self._open.clear()
+        ordered = [links[_place(share)] for share in self._announce.shares]
+        self._intake.keep_ahead(Ahead(self._announce, ordered, self._intake.memory))
+
+    async def _came_ahead(self) -> tuple[dict[Place, Link], dict[Place, Arrived | Damaged]]:
+        """Open connections to ranks, and what has come over them."""
+        ahead = self._intake.take_ahead()
+        self._intake.keep_only(())
+        if ahead is None:
+            return {}, {}
+        if not ahead.may_have(self._announce):
+            ahead.end()
+            return {}, {}
+        for link in ahead.links:
+            self._enter(link.connection)
+        if ahead.asked:
+            await asyncio.wrap_future(ahead.answered)
+        return {link.place: link for link in ahead.links if link.is_open}, ahead.found
+
+    def _accepts(self, share: Share, one: Arrived | Damaged | None) -> bool:
+        """Whether it is what is announced. ValueError if that is damaged."""
+        if one is None or one.version != self._announce.version:
+            return False
+        with self._named(share):
+            if isinstance(one, Damaged):
+                raise ValueError(one.reason)
+            self._check_announced(one.manifest_crc32, share)
+        self._found.append((one.manifest, one.buffer))
+        return True
+
+    def _fetch_over(self, links: dict[Place, Link], shares: Sequence[Share]) -> None:
+        """Take ``shares``; ``links`` has the connections that there are, and gets those over which they came."""
+        asked = {_place(share): self._asks(links.get(_place(share))) for share in shares}
+        for share in shares:
+            with self._named(share):
+                links[_place(share)] = self._answered(asked[_place(share)], share) or self._anew(share)
+
+    def _asks(self, link: Link | None) -> Link | None:
+        """The connection, if it is one still."""
+        try:
+            if link is not None:
+                ask(link, self._announce.secret, self._announce.version)
+        except OSError:
+            return None
+        return link
+
+    def _answered(self, link: Link | None, share: Share) -> Link | None:
+        """Take a share that we have asked for; None if the rank had closed the connection before."""
+        if link is None:
+            return None
+        try:
+            size = read_head(link.connection)[1]
+        except ConnectionError:
+            return None
+        self._read(link, share, size)
+        return link
+
+    def _anew(self, share: Share) -> Link:
+        """Take a share over a new connection."""
+        link = self._opened(share)
+        ask(link, self._announce.secret, self._announce.version)
+        self._read(link, share, read_head(link.connection)[1])
+        return link
+
+    def _end_all(self) -> None:
+        self.stop()  # first, for those who read
+        for connection in list(self._open):
+            self._close(connection)
+
+
+def _place(share: Share) -> Place:
+    return share.host, share.port
