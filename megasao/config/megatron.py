@@ -81,8 +81,8 @@ _OURS: dict[Kind, dict[str, str]] = {
             _CHECKPOINT,
         ),
         **_each(
-            "glu_linear_offset activation_func_clamp_value no_rope_freq mrope_section window_attn_skip_freq softmax_type "
-            "layernorm_zero_centered_gamma apply_residual_connection_post_layernorm attention_output_gate "
+            "glu_linear_offset activation_func_clamp_value no_rope_freq mrope_section window_attn_skip_freq "
+            "softmax_type layernorm_zero_centered_gamma apply_residual_connection_post_layernorm attention_output_gate "
             "moe_apply_probs_on_input moe_latent_size moe_shared_expert_gate heterogeneous_block_specs is_hybrid_model "
             "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim "
             "linear_num_key_heads linear_num_value_heads",

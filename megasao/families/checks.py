@@ -76,8 +76,8 @@ def check_experts(hf_config: HfConfig) -> None:
         raise ValueError(f"num_experts_per_tok = {chosen}, of {experts} experts; expected at most that many")
     if chosen == 1 and hf_config.get("norm_topk_prob"):
         raise ValueError(
-            "num_experts_per_tok = 1 with norm_topk_prob = true weighs every expert by 1, and Megatron-Core's router by "
-            "its score; expected at least 2"
+            "num_experts_per_tok = 1 with norm_topk_prob = true weighs every expert by 1, and Megatron-Core's router "
+            "by its score; expected at least 2"
         )
     of_groups = hf_config.get("topk_group") or 0
     if experts % groups or (groups > 1 and not 0 < of_groups <= groups):
@@ -87,9 +87,9 @@ def check_experts(hf_config: HfConfig) -> None:
         )
     if groups > 1 and (chosen // of_groups != _BEST or chosen > of_groups * (experts // groups)):
         raise ValueError(
-            f"num_experts_per_tok = {chosen} and topk_group = {of_groups} of n_group = {groups}: groups are compared by "
-            f"the sum of their best {_BEST} experts, and by Megatron-Core's router of their best num_experts_per_tok // "
-            f"topk_group; expected {_BEST} for each of the chosen groups, which must have as many"
+            f"num_experts_per_tok = {chosen} and topk_group = {of_groups} of n_group = {groups}: groups are compared "
+            f"by the sum of their best {_BEST} experts, and by Megatron-Core's router of their best "
+            f"num_experts_per_tok // topk_group; expected {_BEST} for each of the chosen groups, which must have as many"
         )
 
 

@@ -69,7 +69,9 @@ def row_of_unlike_sequences() -> tuple[PackedRow, list[torch.Tensor], torch.Tens
     """The row; queries, keys and values [T, heads, width]; and for each query KEPT + 1 keys of its own sequence."""
     generator = torch.Generator().manual_seed(1)
     tokens, bounds = sum(UNLIKE), torch.tensor([0, *UNLIKE]).cumsum(0).int()
-    vectors = [torch.randn(tokens, HEADS, w, generator=generator, dtype=torch.float64) for w in (WIDTH, WIDTH, WIDTH - 2)]
+    vectors = [
+        torch.randn(tokens, HEADS, w, generator=generator, dtype=torch.float64) for w in (WIDTH, WIDTH, WIDTH - 2)
+    ]
     position = torch.cat([torch.arange(length) for length in UNLIKE])[:, None]
     chosen = (torch.rand(tokens, KEPT, generator=generator) * (position + 1)).int()
     short = torch.arange(KEPT + 1).minimum(position).int()
