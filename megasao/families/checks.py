@@ -89,7 +89,7 @@ def check_experts(hf_config: HfConfig) -> None:
         raise ValueError(
             f"num_experts_per_tok = {chosen} and topk_group = {of_groups} of n_group = {groups}: groups are compared "
             f"by the sum of their best {_BEST} experts, and by Megatron-Core's router of their best "
-            f"num_experts_per_tok // topk_group; expected {_BEST} for each of the chosen groups, which must have as many"
+            f"num_experts_per_tok // topk_group; expected {_BEST} for each chosen group, and no more than groups have"
         )
 
 
