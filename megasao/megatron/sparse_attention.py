@@ -180,8 +180,8 @@ class SparseAttention(MegatronModule):
         """
         if selected is not None and query.shape[1] <= selected.shape[2]:
             selected = None  # every earlier key
-        vectors = (each.transpose(1, 2) for each in (query, key, value))
-        return attend(*vectors, selected, self.scale).transpose(1, 2)
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        return attend(query, key, value, selected, self.scale).transpose(1, 2)
 
 
 def attend(
