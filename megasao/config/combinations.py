@@ -60,7 +60,11 @@ def steps(config: "Config") -> Iterator[Problem]:
 
 def schedules(config: "Config") -> Iterator[Problem]:
     """Every learning rate must reach its peak before it falls, and before the end."""
-    yield from _schedule("actor.optimizer", config.actor.optimizer, config.loop.steps, "loop.steps")
+    actor_steps, named = config.loop.steps - config.warmup_steps, "loop.steps"
+    if config.warmup_steps:
+        named += " - critic.warmup_steps"
+    if actor_steps > 0:  # else it is refused by itself
+        yield from _schedule("actor.optimizer", config.actor.optimizer, actor_steps, named)
     if config.critic is not None:
         yield from _schedule("critic.optimizer", config.critic.optimizer, config.loop.steps, "loop.steps")
     if config.sft is not None:

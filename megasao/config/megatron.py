@@ -63,6 +63,7 @@ def _each(names: str, reason: str) -> dict[str, str]:
 
 
 _CHECKPOINT = "it is read from the model's config.json"
+_ANOTHER = "it would make another model than config.json describes and engines serve"
 _SUM = "losses come divided by the global denominator, and gradients must be summed"
 _ONLY_LOSS = "the loss is the algorithm's alone"
 
@@ -78,6 +79,14 @@ _OURS: dict[Kind, dict[str, str]] = {
             "window_size mtp_num_layers experimental_attention_variant dsa_indexer_n_heads "
             "dsa_indexer_head_dim dsa_indexer_topk",
             _CHECKPOINT,
+        ),
+        **_each(
+            "glu_linear_offset activation_func_clamp_value no_rope_freq mrope_section window_attn_skip_freq "
+            "softmax_type layernorm_zero_centered_gamma apply_residual_connection_post_layernorm attention_output_gate "
+            "moe_apply_probs_on_input moe_latent_size moe_shared_expert_gate heterogeneous_block_specs is_hybrid_model "
+            "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim "
+            "linear_num_key_heads linear_num_value_heads",
+            _ANOTHER,
         ),
         **_each(
             "params_dtype pipeline_dtype bf16 fp16 fp8 fp8_recipe fp8_param fp4 fp4_recipe fp4_param",

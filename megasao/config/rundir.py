@@ -9,13 +9,17 @@ from pathlib import Path
 
 from megasao.config.lock import exclusive
 from megasao.config.root import Config
+from megasao.storage.atomic import sync
 
 CHANGE_WAIT_S = 30.0
 """Much longer than another process takes to record a change of the run's servers."""
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` so that a reader, or a crash, sees the old or the new file and nothing between."""
+    """Replace ``path`` by ``text`` so that a reader, or a crash, sees the old or the new file and nothing between.
+
+    On return a crash of the machine, too, leaves the new one, and whatever else was made in its directory before.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -26,6 +30,7 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    sync(path.parent)
 
 
 def engine_names(config: Config, worker: int) -> tuple[list[str], str]:

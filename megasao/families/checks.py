@@ -26,6 +26,8 @@ _COUNTS = (
 )
 _FLAGS = ("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_qk_norm")
 _NUMBERS = ("rms_norm_eps", "routed_scaling_factor")
+_BEST = 2
+"""Experts of a group that stand for it when a router compares groups."""
 _MOST = 10_000
 """Layers, or experts of one, that a model can have; more is a mistake that would take hours to count up."""
 _OF_EACH_LAYER = ("mlp_layer_types", "indexer_types", "index_topk_pattern")
@@ -66,17 +68,28 @@ def check_kinds(hf_config: HfConfig) -> None:
 
 
 def check_experts(hf_config: HfConfig) -> None:
-    """ValueError if a router cannot choose as many experts, or groups of them, as it is told."""
+    """ValueError if a router cannot choose as many experts, or groups of them, as it is told, or Megatron's cannot."""
     experts, groups = expert_count(hf_config), hf_config.get("n_group") or 1
     if not experts:
         return
     if (chosen := hf_config["num_experts_per_tok"]) > experts:
         raise ValueError(f"num_experts_per_tok = {chosen}, of {experts} experts; expected at most that many")
+    if chosen == 1 and hf_config.get("norm_topk_prob"):
+        raise ValueError(
+            "num_experts_per_tok = 1 with norm_topk_prob = true weighs every expert by 1, and Megatron-Core's router "
+            "by its score; expected at least 2"
+        )
     of_groups = hf_config.get("topk_group") or 0
     if experts % groups or (groups > 1 and not 0 < of_groups <= groups):
         raise ValueError(
             f"n_group = {groups} and topk_group = {of_groups}; expected groups of equal size of {experts} experts, and "
             "at most all of them"
+        )
+    if groups > 1 and (chosen // of_groups != _BEST or chosen > of_groups * (experts // groups)):
+        raise ValueError(
+            f"num_experts_per_tok = {chosen} and topk_group = {of_groups} of n_group = {groups}: groups are compared "
+            f"by the sum of their best {_BEST} experts, and by Megatron-Core's router of their best "
+            f"num_experts_per_tok // topk_group; expected {_BEST} for each chosen group, and no more than groups have"
         )
 
 

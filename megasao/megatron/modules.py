@@ -8,6 +8,7 @@ Invariants (tests assert them):
   input is gathered).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -102,9 +103,9 @@ class PackedRow(PackedSeqParams):
 
     Attributes:
         selected: what sparse attention's layers with an indexer selected in this pass, by layer from 0, for the layers
-            that share it: int32 [B, max_seqlen, k] key positions ([T / CP, k] of this rank's own queries under context
-            parallelism), or None where every earlier key counts. It belongs to the row, not to the model: rows are
-            under way together in a pipeline, and recomputation comes later.
+            that share it: int32 [T / CP, k], positions of keys in the query's own sequence, or None where every earlier
+            key counts. It belongs to the row, not to the model: rows are under way together in a pipeline, and
+            recomputation comes later.
         routed_experts: int64 [P / CP, M, K], the experts that this rank's tokens go to in each layer that has some;
             None: the routers choose.
     """
@@ -113,18 +114,24 @@ class PackedRow(PackedSeqParams):
     routed_experts: Tensor | None = None
 
 
-def to_sequences(tokens: Tensor, row: PackedSeqParams) -> Tensor:
-    """[T, ...] -> [B, max_seqlen, ...]: the row's sequences beside one another."""
-    slot_to_token, token_to_slot = padding_indices(row.cu_seqlens_q, row.max_seqlen_q, tokens.shape[0])
-    padded: Tensor = _Pad.apply(tokens, slot_to_token, token_to_slot)
-    return padded.unflatten(0, (-1, row.max_seqlen_q))
+def side_by_side(compute: Callable[..., Tensor], cu_seqlens: Tensor, *tensors: Tensor) -> Tensor:
+    """Sequences of similar lengths at a time, padded to the longest of them: ``compute`` of each group's part of the
+    ``tensors``, [T, ...] each and [B, L, ...] there -> [B, L, ...]. Returns [T, ...] of all.
+    """
+    order, groups = by_length(cu_seqlens)
+    sizes = [sum(lengths) for lengths in groups]
+    split = zip(*(tensor.index_select(0, order).split(sizes) for tensor in tensors), strict=True)
+    results = [_padded(compute, lengths, parts) for lengths, parts in zip(groups, split, strict=True)]
+    return torch.cat(results).index_select(0, order.argsort())
 
 
-def to_tokens(sequences: Tensor, row: PackedSeqParams) -> Tensor:
-    """[B, max_seqlen, ...] -> [T, ...], the inverse of :func:`to_sequences`."""
-    _, token_to_slot = padding_indices(row.cu_seqlens_q, row.max_seqlen_q, int(row.cu_seqlens_q[-1]))
-    tokens: Tensor = _Unpad.apply(sequences.flatten(0, 1), token_to_slot)
-    return tokens
+def _padded(compute: Callable[..., Tensor], lengths: list[int], parts: tuple[Tensor, ...]) -> Tensor:
+    """``compute`` of sequences of these ``lengths``, longest first, whose tokens are the ``parts``."""
+    cu_seqlens = torch.tensor([0, *lengths], device=parts[0].device).cumsum(0)
+    slot_to_token, token_to_slot = padding_indices(cu_seqlens, lengths[0], len(parts[0]))
+    padded = (_Pad.apply(part, slot_to_token, token_to_slot).unflatten(0, (-1, lengths[0])) for part in parts)
+    result: Tensor = _Unpad.apply(compute(*padded).flatten(0, 1), token_to_slot)
+    return result
 
 
 class PackedAttention(MegatronModule):
@@ -150,30 +157,19 @@ class PackedAttention(MegatronModule):
         assert attention_mask is None and attention_bias is None
         if self.config.context_parallel_size > 1:
             return context_attention(query, key, value, packed_seq_params.cu_seqlens_q, self.scale).flatten(1)
-        order, groups = by_length(packed_seq_params.cu_seqlens_q)
-        sizes = [sum(lengths) for lengths in groups]
-        split = zip(*(tensor.index_select(0, order).split(sizes) for tensor in (query, key, value)), strict=True)
-        results = [self._group(q, k, v, lengths) for (q, k, v), lengths in zip(split, groups, strict=True)]
-        return torch.cat(results).index_select(0, order.argsort()).flatten(1)
+        return side_by_side(self._attend, packed_seq_params.cu_seqlens_q, query, key, value).flatten(1)
 
-    def _group(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-        """Sequences of similar ``lengths``, longest first, side by side: padded to the longest."""
-        length = lengths[0]
-        cu_seqlens = torch.tensor([0, *lengths], device=query.device).cumsum(0)
-        slot_to_token, token_to_slot = padding_indices(cu_seqlens, length, query.shape[0])
-
-        def by_sequence(tensor: Tensor) -> Tensor:
-            return _Pad.apply(tensor, slot_to_token, token_to_slot).unflatten(0, (-1, length)).transpose(1, 2)
-
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """``query`` [B, L, heads, d], ``key`` and ``value`` [B, L, groups, d] -> [B, L, heads, d]."""
         result = functional.scaled_dot_product_attention(
-            by_sequence(query),
-            by_sequence(key),
-            by_sequence(value),
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             is_causal=True,
             scale=self.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=query.shape[2] != key.shape[2],
         )
-        return _Unpad.apply(result.transpose(1, 2).flatten(0, 1), token_to_slot)
+        return result.transpose(1, 2)
 
 
 class HiddenOutput(tensor_parallel.ColumnParallelLinear):

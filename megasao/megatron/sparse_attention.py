@@ -9,6 +9,7 @@ Invariants (tests assert them):
 - log-probabilities equal those of transformers for packed rows under every layout; attention to all keys, or the
   rotation of halves for that of pairs in the indexer, does not;
 - a row's result equals that of its sequences alone, and does not depend on the chunks that queries are cut into;
+- what is computed of a row grows with its sequences, each padded to at most 3/2 of its length, however unlike they are;
 - where a row has no sequence longer than the number of selected keys, attention is plain causal attention;
 - no [T, T] tensor outlives its chunk of queries: they are made again in the backward pass;
 - under context parallelism each rank selects, for its own queries, among the keys of the whole row.
@@ -26,7 +27,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megasao.megatron.context import attend_to_row, gather_tokens, own_positions, own_tiles, whole_order
-from megasao.megatron.modules import PackedRow, to_sequences, to_tokens
+from megasao.megatron.modules import PackedRow, side_by_side
 
 QUERY_CHUNK = 1024
 """Queries of a sequence that attend at a time."""
@@ -70,8 +71,7 @@ class Indexer(MegatronModule):
             query_latent: [T or T / TP, q_lora_rank], normalised.
 
         Returns:
-            int32 [B, max_seqlen, k], or [T / CP, k] under context parallelism; None if no sequence is longer than k,
-            the number of keys to select.
+            int32 [T / CP, k], k the number of keys to select; None if no sequence is longer.
         """
         if row.max_seqlen_q <= self.config.dsa_indexer_topk:
             return None
@@ -84,7 +84,7 @@ class Indexer(MegatronModule):
         weights = functional.linear(hidden.float(), self.linear_weights_proj.weight.float()) * self.heads**-0.5
         if self.config.context_parallel_size > 1:
             return self._select_in_row(queries, keys, weights, row.cu_seqlens_q, positions)
-        return self._select(*(to_sequences(each, row) for each in (queries, keys, weights)))
+        return side_by_side(self._select, row.cu_seqlens_q, queries, keys, weights)
 
     def _rotated(self, vectors: Tensor, positions: Tensor) -> Tensor:
         """Rotate the first dimensions of [T, heads, width] by ``positions`` [T]."""
@@ -108,6 +108,9 @@ class Indexer(MegatronModule):
     def _select(self, queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
         """``queries`` [B, L, heads, width], ``keys`` [B, L, width], ``weights`` [B, L, heads] -> int32 [B, L, k]."""
         batch, length = keys.shape[:2]
+        if length <= self.config.dsa_indexer_topk:  # every earlier one, the query's own repeated
+            positions = torch.arange(self.config.dsa_indexer_topk, dtype=torch.int32, device=keys.device)
+            return positions.minimum(positions[:length, None]).expand(batch, -1, -1)
         chunk = max(1, SCORES_AT_A_TIME // (batch * self.heads * length))
         parts = [
             self._select_part(queries[:, start : start + chunk], keys, weights[:, start : start + chunk], start)
@@ -164,12 +167,21 @@ class SparseAttention(MegatronModule):
         """
         assert isinstance(packed_seq_params, PackedRow), "rows are always packed"
         row = packed_seq_params
+        selected = row.selected[self.source]
         if self.config.context_parallel_size > 1:
-            selected = row.selected[self.source]
             return attend_to_row(query, key, value, row.cu_seqlens_q, self.scale, selected).flatten(1)
-        query, key, value = (to_sequences(each, row).transpose(1, 2) for each in (query, key, value))
-        result = attend(query, key, value, row.selected[self.source], self.scale)
-        return to_tokens(result.transpose(1, 2), row).flatten(1)
+        given = (query, key, value) if selected is None else (query, key, value, selected)
+        return side_by_side(self._attend, row.cu_seqlens_q, *given).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, selected: Tensor | None = None) -> Tensor:
+        """``query``, ``key`` [B, L, heads, d], ``value`` [B, L, heads, v], ``selected`` [B, L, k] -> [B, L, heads, v].
+
+        What fills up a sequence has the selection of a token that comes earlier in its own: no key is after the query.
+        """
+        if selected is not None and query.shape[1] <= selected.shape[2]:
+            selected = None  # every earlier key
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        return attend(query, key, value, selected, self.scale).transpose(1, 2)
 
 
 def attend(

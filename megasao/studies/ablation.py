@@ -58,6 +58,7 @@ ABLATION = Study(
         "sft.optimizer.warmup_steps=4",
         "sft.demonstrations=256",
         "loop.steps=14",
+        "actor.optimizer.warmup_steps=2",
         "loop.batch_size=16",
         "evaluation.problems=8",
     ),

@@ -27,7 +27,6 @@ from megasao.config.training import ValuePretrainingConfig
 from megasao.megatron.checkpoint import save_model
 from megasao.megatron.runtime import Topology
 from megasao.observability.metrics import MetricsWriter
-from megasao.ops.backend import configure
 from megasao.training.batch import Batch, TrainRow, pack_trajectories
 from megasao.training.critic import Critic
 from megasao.training.sft import batches
@@ -78,7 +77,6 @@ def run(run: RunDirectory, config: Config) -> None:
     """Pretrain into ``run.value``. One process of the trainer's world."""
     if config.value_pretraining is None:
         raise ValueError("this config has no section `value_pretraining`: there is nothing to pretrain")
-    configure(config.ops)
     section, config = config.value_pretraining, config.of_critic
     with trainer_world(config) as topology:
         writer = MetricsWriter(run, "value", tensorboard=True) if topology.rank == 0 else None

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megasao.config import Config
-from megasao.megatron.runtime import Topology, clear_layout, initialize_world, set_layout, shutdown_world
+from megasao.megatron.runtime import Topology, initialize_world, set_layout, shutdown_world
 from megasao.ops.backend import configure
 
 
@@ -18,6 +18,4 @@ def trainer_world(config: Config) -> Iterator[Topology]:
     initialize_world(config.parallel.timeout_s)
     topology = set_layout(config.parallel, config.run.seed)
     yield topology
-    topology.barrier()
-    clear_layout()
     shutdown_world()

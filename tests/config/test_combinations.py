@@ -20,12 +20,29 @@ PREFILL = [*ROUTED, "rollout.sglang.prefill_servers=2"]
 CASES = [
     (["loop.batch_size=1"], ["loop.batch_size=2"], "loop.batch_size", "critic cannot learn"),
     (["buffer.max_trajectories=63"], ["buffer.max_trajectories=64"], "loop.batch_size", "buffer.max_trajectories = 63"),
-    (["critic.warmup_steps=160"], ["critic.warmup_steps=159"], "critic.warmup_steps", "leave no step"),
     (
-        ["actor.optimizer.warmup_steps=160"],
-        ["actor.optimizer.warmup_steps=159"],
-        "actor.optimizer.warmup_steps",
+        ["critic.warmup_steps=160"],
+        ["critic.warmup_steps=159", "actor.optimizer.warmup_steps=0"],
+        "critic.warmup_steps",
+        "leave no step",
+    ),
+    (
+        ["critic.optimizer.warmup_steps=160"],
+        ["critic.optimizer.warmup_steps=159"],
+        "critic.optimizer.warmup_steps",
         "peak",
+    ),
+    (
+        ["actor.optimizer.warmup_steps=150"],
+        ["actor.optimizer.warmup_steps=149"],
+        "actor.optimizer.warmup_steps",
+        "loop.steps - critic.warmup_steps = 150: the learning rate never reaches its peak",
+    ),
+    (
+        ["actor.optimizer.warmup_steps=76", "actor.optimizer.decay_start=0.5"],
+        ["actor.optimizer.warmup_steps=75", "actor.optimizer.decay_start=0.5"],
+        "actor.optimizer.decay_start",
+        "decay begins at step 75",
     ),
     (["sft.optimizer.warmup_steps=800"], ["sft.optimizer.warmup_steps=400"], "sft.optimizer.warmup_steps", "sft.steps"),
     (["sft.optimizer.warmup_steps=401"], ["sft.optimizer.warmup_steps=400"], "sft.optimizer.decay_start", "before the"),

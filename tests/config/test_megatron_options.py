@@ -70,6 +70,10 @@ def test_an_unknown_name_is_refused_with_the_nearest(key: str, nearest: str) -> 
     [
         ("model.tensor_model_parallel_size", "use parallel.tensor"),
         ("model.num_layers", "config.json"),
+        ("model.glu_linear_offset", "another model than config.json describes"),
+        ("model.no_rope_freq", "another model than config.json describes"),
+        ("model.activation_func_clamp_value", "another model than config.json describes"),
+        ("model.softmax_type", "another model than config.json describes"),
         ("model.attention_dropout", "the loss is the algorithm's alone"),
         ("model.recompute_granularity", "use trainer.recompute"),
         ("optimizer.lr", "use actor.optimizer.lr"),

@@ -88,10 +88,10 @@ def overlay(directory: Path, text: str) -> str:
 def test_sections_merge_and_the_last_word_wins(tmp_path: Path) -> None:
     over = overlay(tmp_path, "loop:\n  steps: 50\nalgorithm:\n  objective:\n    eps_low: 0.5\n")
     before = load_config(LAPTOP)
-    config = load_config(LAPTOP, ["loop.steps=30", over, "loop.max_lag=2"])
+    config = load_config(LAPTOP, ["loop.steps=40", over, "loop.max_lag=2"])
     assert (config.loop.steps, config.loop.max_lag, config.loop.batch_size) == (50, 2, before.loop.batch_size)
     assert (config.algorithm.objective.eps_low, config.algorithm.objective.eps_high) == (0.5, 3.0)
-    assert load_config(LAPTOP, [over, "loop.steps=30"]).loop.steps == 30
+    assert load_config(LAPTOP, [over, "loop.steps=40"]).loop.steps == 40
 
 
 def test_another_kind_of_objective_takes_nothing_over_from_the_old_one(tmp_path: Path) -> None:

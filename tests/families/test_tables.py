@@ -110,6 +110,12 @@ def test_rotary_settings_are_found_in_every_spelling() -> None:
         ("glm_4_7", {"n_group": 4, "topk_group": 5}, "n_group = 4 and topk_group = 5"),
         ("glm_4_7", {"n_group": 4, "topk_group": None}, "n_group = 4 and topk_group = 0"),
         ("glm_4_7", {"n_group": "2"}, "n_group = '2'; expected a whole number"),
+        ("glm_4_7", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 with norm_topk_prob = true"),
+        ("glm_5_2", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 with norm_topk_prob = true"),
+        ("qwen3_30b_a3b", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 with norm_topk_prob = true"),
+        ("glm_4_7", {"n_group": 8, "topk_group": 8}, "num_experts_per_tok = 8 and topk_group = 8 of n_group = 8"),
+        ("glm_4_7", {"n_group": 8, "topk_group": 2}, "num_experts_per_tok = 8 and topk_group = 2 of n_group = 8"),
+        ("glm_4_7", {"n_group": 80, "topk_group": 3}, "num_experts_per_tok = 8 and topk_group = 3 of n_group = 80"),
         ("glm_4_7", {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers = 1000000000"),
         ("qwen3_4b", {"rope_scaling": {"rope_type": "llama3"}}, "llama3"),
     ],
@@ -119,6 +125,19 @@ def test_what_a_family_does_not_support_is_refused(model: str, change: dict[str,
     family_of(hf_config).check(hf_config)
     with pytest.raises(ValueError, match=message):
         family_of(hf_config | change).check(hf_config | change)
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [
+        ("glm_4_7", {"n_group": 8, "topk_group": 4}),
+        ("glm_4_7", {"n_group": 40, "topk_group": 3}),
+        ("qwen3_30b_a3b", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+    ],
+)
+def test_a_router_that_megatron_has_too_is_accepted(model: str, change: dict[str, Any]) -> None:
+    hf_config = architecture(model) | change
+    family_of(hf_config).check(hf_config)
 
 
 def test_every_family_has_a_model_and_every_model_a_twin() -> None:

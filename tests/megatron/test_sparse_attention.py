@@ -1,5 +1,6 @@
 """Sparse attention and rotary frequencies by themselves, without a process world."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 
 import megasao.megatron  # noqa: F401 - before Megatron-Core, where there is no CUDA
 from megasao.families.facts import rope
+from megasao.megatron import sparse_attention
+from megasao.megatron.modules import PackedRow
 from megasao.megatron.rope import llama3_frequencies
-from megasao.megatron.sparse_attention import attend
+from megasao.megatron.sparse_attention import SparseAttention, attend
 
 BATCH, HEADS, LENGTH, WIDTH, KEPT = 2, 3, 37, 8, 5
 
@@ -56,6 +59,52 @@ def test_nothing_selected_is_causal_attention() -> None:
     every = torch.arange(LENGTH)[None, None].minimum(torch.arange(LENGTH)[None, :, None]).expand(BATCH, -1, -1)
     all_keys = attend(**vectors, selected=every, scale=0.3)
     torch.testing.assert_close(attend(**vectors, selected=None, scale=0.3), all_keys, rtol=0, atol=1e-12)
+
+
+UNLIKE = (2, 40, 3, 5, 29, 4, *[2] * 30)
+"""Sequences of one row: a few long ones among many that are short, as rows are filled."""
+
+
+def row_of_unlike_sequences() -> tuple[PackedRow, list[torch.Tensor], torch.Tensor]:
+    """The row; queries, keys and values [T, heads, width]; and for each query KEPT + 1 keys of its own sequence."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, bounds = sum(UNLIKE), torch.tensor([0, *UNLIKE]).cumsum(0).int()
+    vectors = [
+        torch.randn(tokens, HEADS, w, generator=generator, dtype=torch.float64) for w in (WIDTH, WIDTH, WIDTH - 2)
+    ]
+    position = torch.cat([torch.arange(length) for length in UNLIKE])[:, None]
+    chosen = (torch.rand(tokens, KEPT, generator=generator) * (position + 1)).int()
+    short = torch.arange(KEPT + 1).minimum(position).int()
+    lengths = torch.tensor(UNLIKE).repeat_interleave(torch.tensor(UNLIKE))[:, None]
+    selected = torch.where(lengths > KEPT + 1, torch.cat([chosen, position.int()], dim=1), short)
+    return PackedRow(qkv_format="thd", cu_seqlens_q=bounds, max_seqlen_q=max(UNLIKE)), vectors, selected
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_short_sequences_are_not_padded_to_the_longest_of_their_row(
+    sparse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, vectors, selected = row_of_unlike_sequences()
+    row.selected[0] = selected if sparse else None
+    computed: list[torch.Size] = []
+
+    def noted(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        computed.append(query.shape)
+        return attend(query, *others)
+
+    monkeypatch.setattr(sparse_attention, "attend", noted)
+    config: Any = SimpleNamespace(context_parallel_size=1)
+    module = SparseAttention(config, source=0, indexer=False, softmax_scale=0.3)
+    together = module(*vectors, packed_seq_params=row).unflatten(1, (HEADS, WIDTH - 2))
+    assert sum(UNLIKE) <= sum(batch * length for batch, _, length, _ in computed) <= 3 * sum(UNLIKE) // 2
+    alone = []
+    for begin, end in zip(row.cu_seqlens_q.tolist(), row.cu_seqlens_q.tolist()[1:], strict=False):
+        parts = [each[begin:end].transpose(0, 1)[None] for each in vectors]
+        alone.append(attend(*parts, selected[None, begin:end] if sparse else None, 0.3)[0].transpose(0, 1))
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-12)
+    # Control: the other selection is another result.
+    row.selected[0] = None if sparse else selected
+    assert (module(*vectors, packed_seq_params=row).unflatten(1, (HEADS, WIDTH - 2)) - together).abs().max() > 0.1
 
 
 def test_llama3_frequencies_are_those_of_transformers() -> None:

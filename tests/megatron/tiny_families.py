@@ -50,6 +50,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **SIGMOID,
         "attention_bias": True,
         "use_qk_norm": True,
+        "n_group": 2,
+        "topk_group": 1,
         "first_k_dense_replace": 1,
         "partial_rotary_factor": 0.5,
         "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
