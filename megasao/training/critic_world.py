@@ -33,7 +33,7 @@ from megasao.training.value_exchange import whole_step
 from megasao.training.value_service import ValueService
 from megasao.transport.client import ControllerClient
 from megasao.transport.messages import Manifest
-from megasao.transport.values import Command, Lacking, Learned, Leave, Leaving, Save, Saved, Train, Values
+from megasao.transport.values import Command, CriticLacksPayload, Learned, Leave, Leaving, Save, Saved, Train, Values
 
 POLL_S = 0.05
 """How long the ranks wait together for a command, until they look whether a checkpoint is written."""
@@ -121,7 +121,7 @@ class CriticWorld:
             return
         batch, problem = self.source.attempt(Manifest(step, command.entries, {}))
         if batch is None:
-            self.say(Lacking(step, command.attempt, problem))
+            self.say(CriticLacksPayload(step, command.attempt, problem))
             return
         result = StepResult(values=self.critic.values(batch))
         self.send_values(batch, result.values, command)
@@ -164,7 +164,7 @@ class CriticWorld:
         self.say(Saved(self.pending.progress.step))
         self.pending = None
 
-    def say(self, answer: Values | Lacking | Learned | Saved | Leaving, payload: bytes = b"") -> None:
+    def say(self, answer: Values | CriticLacksPayload | Learned | Saved | Leaving, payload: bytes = b"") -> None:
         """Answer the actor, on rank 0."""
         if self.service is not None:
             self.service.say(answer, payload)
