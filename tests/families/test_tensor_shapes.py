@@ -155,21 +155,21 @@ def test_a_dimension_that_is_wrong_in_every_layer_is_refused(case: str) -> None:
     """Each dimension of each tensor, one larger in every layer and expert: so no tensor differs from its like."""
     hf_config = config_of(case)
     right = {name: dimensions(shape, hf_config) for name, shape in shapes(hf_config).items()}
-    assert shape_problem(hf_config, right) is None
+    assert shape_problem(hf_config, right.items()) is None
     alike = defaultdict[str, list[str]](list)
     for name in right:
         alike[re.sub(r"\.\d+\.", ".N.", name)].append(name)
     for names in alike.values():
         for dimension in range(len(right[names[0]])):
             wrong = {name: with_one_more(right[name], dimension) for name in names}
-            problem = shape_problem(hf_config, right | wrong)
+            problem = shape_problem(hf_config, (right | wrong).items())
             assert problem is not None
             assert f"of shape {wrong[names[0]]}; expected {right[names[0]]}" in problem and names[0] in problem
         if len(right[names[0]]) == 2:
             rows, columns = right[names[0]]
             flat = {name: (rows * columns,) for name in names}
-            assert shape_problem(hf_config, right | flat)
-            assert rows == columns or shape_problem(hf_config, right | dict.fromkeys(names, (columns, rows)))
+            assert shape_problem(hf_config, (right | flat).items())
+            assert rows == columns or shape_problem(hf_config, (right | dict.fromkeys(names, (columns, rows))).items())
 
 
 def with_one_more(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:
@@ -192,13 +192,13 @@ def test_every_family_is_here_with_every_field_that_shapes_depend_on() -> None:
 def test_the_message_says_what_the_shape_follows_from() -> None:
     hf_config = config_of("qwen3_moe odd")
     name = "model.layers.1.self_attn.q_proj.weight"
-    assert shape_problem(hf_config, {name: (60, 49)}) == (
+    assert shape_problem(hf_config, [(name, (60, 49))]) == (
         f"has {name} of shape (60, 49); expected (60, 48) by its config.json: (num_attention_heads * head_dim, "
         "hidden_size), with num_attention_heads = 6, head_dim = 10, hidden_size = 48"
     )
     derived = {key: value for key, value in config_of("llama odd").items() if key != "head_dim"}
     assert "(num_key_value_heads * (hidden_size // num_attention_heads)" in (
-        shape_problem(derived | {"hidden_size": 60}, {"model.layers.0.self_attn.k_proj.weight": (31, 60)}) or ""
+        shape_problem(derived | {"hidden_size": 60}, [("model.layers.0.self_attn.k_proj.weight", (31, 60))]) or ""
     )
     for key in EXPERT_KEYS:
         spelled = {other: value for other, value in hf_config.items() if other not in EXPERT_KEYS} | {key: 5}
