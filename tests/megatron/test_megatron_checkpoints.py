@@ -105,9 +105,13 @@ def test_bad_checkpoints_are_refused_by_name(checkpoint: Path, tmp_path: Path) -
     config["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
     (scaled / "config.json").write_text(json.dumps(config))
     paths.append(str(scaled))
+    shutil.copytree(checkpoint, tmp_path / "deep")
+    config["rope_parameters"], config["num_nextn_predict_layers"] = {"rope_type": "default", "rope_theta": 1e4}, 10_000
+    (tmp_path / "deep" / "config.json").write_text(json.dumps(config))
+    paths.append(str(tmp_path / "deep"))
     payload = {"path": str(checkpoint), "paths": paths}
     [messages] = run_world(1, "tests.megatron.cases:load_errors", payload)
-    missing, renamed, extra, shape, groups, empty, absent, rope = messages
+    missing, renamed, extra, shape, groups, empty, absent, rope, deep = messages
     assert norm in missing
     assert f"{norm} (nearest: {norm}s)" in renamed
     assert "experts.8.gate_proj.weight (nearest: " in extra
@@ -116,6 +120,7 @@ def test_bad_checkpoints_are_refused_by_name(checkpoint: Path, tmp_path: Path) -
     assert "model.safetensors is missing" in empty
     assert "no config.json" in absent
     assert "yarn" in rope
+    assert "num_nextn_predict_layers = 10000 are 1000" in deep and "expected up to 1000" in deep
 
 
 @torch.no_grad()
