@@ -44,7 +44,9 @@ def check_counts(hf_config: HfConfig, sizes: tuple[str, ...]) -> None:
     for key in (*_SIZES, *sizes, *(_MOE_SIZES if expert_count(hf_config) else ())):
         size, most = hf_config.get(key), _MOST.get(key, _MOST_OF_A_SIZE)
         if type(size) is not int or not 1 <= size <= most:
-            raise ValueError(f"{key} = {size!r}; expected a whole number above 0 and up to {most}")
+            without = "; a model without is not supported" if key in sizes and not size else ""
+            found = f"{key} = {size!r}" if key in hf_config else f"{key} is missing"
+            raise ValueError(f"{found}; expected a whole number above 0 and up to {most}{without}")
     _check_together(hf_config)
 
 

@@ -102,6 +102,8 @@ def test_rotary_settings_are_found_in_every_spelling() -> None:
         ("glm_4_7", {"model_type": "gpt2"}, "'gpt2' is not supported; expected 'glm4_moe'"),
         ("glm_4_7", {"norm_topk_prob": False}, "norm_topk_prob = False"),
         ("glm_4_7", {"n_shared_experts": None}, "n_shared_experts = None"),
+        ("glm_4_7", {"n_shared_experts": 0}, "n_shared_experts = 0; .* a model without is not supported"),
+        ("glm_5_2", {"q_lora_rank": None}, "q_lora_rank = None; expected a whole .* a model without is not supported"),
         ("glm_5_2", {"attention_bias": True}, "attention_bias = True"),
         ("glm_5_2", {"indexer_types": ["shared"] * 78}, "first layer must have an indexer"),
         ("glm_5_2", {"rope_parameters": {"rope_type": "yarn"}}, "yarn"),

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megasao.families import families
-from megasao.families.facts import EXPERT_KEYS, expert_count
+from megasao.families import families, family_of
+from megasao.families.facts import EXPERT_KEYS, expert_count, indexer_layers, is_moe_layer, rope
 from megasao.families.names import carried_names, hf_names, optional_names, shape_problem, shapes
 from megasao.families.sizes import dimensions, explanation
-from tests.megatron.tiny_families import SETTINGS
+from tests.megatron.tiny_families import ROPE, SETTINGS
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 ODD: dict[str, Any] = {
@@ -106,6 +106,61 @@ def config_of(case: str) -> dict[str, Any]:
 def test_every_shape_is_what_transformers_builds(case: str) -> None:
     hf_config = config_of(case)
     assert built(hf_config) == expected(hf_config, hf_names(hf_config, "actor"))
+
+
+def meaning(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """All that follows from a config.json."""
+    family, layers = family_of(hf_config), range(hf_config["num_hidden_layers"])
+    turned = rope(hf_config)
+    return {
+        **family.megatron(hf_config),
+        **{key: hf_config.get(key) for key in ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings")},
+        "rope": (turned.kind, turned.theta, turned.fraction),
+        "layers": [is_moe_layer(hf_config, layer) for layer in layers],
+        "indexers": indexer_layers(hf_config) if family.attention == "sparse_latent" else [],
+        "shapes": expected(hf_config, hf_names(hf_config, "actor")),
+    }
+
+
+@pytest.mark.parametrize("family", families())
+def test_what_is_not_written_means_what_it_means_to_transformers(family: str) -> None:
+    """Of every setting, one at a time: as if what transformers takes for it were written, or else it is refused."""
+    from transformers import AutoConfig
+
+    own = family_of({"model_type": family})
+    written = {**SETTINGS[family], "num_attention_heads": 64, "num_key_value_heads": 64, "hidden_act": "silu"}
+    taken = set[str]()
+    for key in {*written, *own.defaults} - {"num_experts"}:  # without it a model is dense here, and refused by names
+        rest = {name: value for name, value in written.items() if name != key}
+        if key == "partial_rotary_factor":
+            rest["rope_parameters"] = ROPE
+        bare = {"model_type": family, **rest}
+        hf_config = own.completed(bare)
+        try:
+            own.check(hf_config)
+        except ValueError as error:
+            assert f"{key} is missing; expected a whole number above 0" in str(error)
+            continue
+        taken.add(key)
+        theirs = AutoConfig.for_model(family, **rest)
+        full = {**hf_config, "rope_parameters": theirs.rope_parameters}
+        full |= {key: getattr(theirs, key)} if hasattr(theirs, key) else {}
+        assert meaning(hf_config) == meaning(full), key
+        if key in own.defaults:
+            with pytest.raises((AssertionError, KeyError, ValueError)):  # control: as it is without the default
+                own.check(bare)
+                assert meaning(bare) == meaning(full)
+    assert {"num_key_value_heads", "rms_norm_eps", "hidden_act", *own.defaults} <= taken
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_null_groups_are_one_for_each_head(family: str) -> None:
+    from transformers import AutoConfig
+
+    own, written = family_of({"model_type": family}), {**SETTINGS[family], "num_key_value_heads": None}
+    hf_config = own.completed({"model_type": family, **written})
+    own.check(hf_config)
+    assert hf_config["num_key_value_heads"] == AutoConfig.for_model(family, **written).num_key_value_heads == 4
 
 
 @pytest.mark.parametrize("model", sorted(path.stem for path in MODELS.glob("*.json")))
