@@ -60,7 +60,7 @@ def planned_file(path: Path, architecture: str | None) -> tuple[str, Path | None
 
 
 def read_hf_config(path: Path) -> dict[str, Any]:
-    """config.json of the checkpoint directory ``path``.
+    """config.json of the checkpoint directory ``path``, with what transformers takes for settings that are not written.
 
     Raises:
         ValueError: there is none, or it describes something that the models here do not cover.
@@ -76,7 +76,9 @@ def read_architecture(file: Path) -> dict[str, Any]:
     """
     hf_config = read_object(file)
     try:
-        family_of(hf_config).check(hf_config)
+        family = family_of(hf_config)
+        hf_config = family.completed(hf_config)
+        family.check(hf_config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     return hf_config

@@ -146,7 +146,7 @@ def _files(model: Path, shape: dict[str, Any]) -> Iterator[Problem]:
             found |= _shapes(file)
         except (OSError, ValueError) as error:
             problems.append(Problem("model.path", f"{file} is damaged: {error}; copy or download it again"))
-    problem = None if problems else name_problem(shape, "actor", set(found)) or shape_problem(shape, found)
+    problem = None if problems else name_problem(shape, "actor", set(found)) or shape_problem(shape, found.items())
     yield from problems if problem is None else [Problem("model.path", f"{model} {problem}")]
 
 

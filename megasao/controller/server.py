@@ -49,7 +49,6 @@ from megasao.transport.messages import (
     FromWorker,
     Heartbeat,
     Hello,
-    Lacking,
     Leases,
     Manifest,
     Refused,
@@ -65,6 +64,7 @@ from megasao.transport.messages import (
     Trajectories,
     Waiting,
     Welcome,
+    WorkerLacksPayload,
 )
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class ControllerServer:
                 self._answer(peer, Ack(message.seq, refused))
             case Stored():
                 self._answer(peer, self._intake.take_stored(message, peer))
-            case Lacking():
+            case WorkerLacksPayload():
                 self.state.lacking(peer, message.trajectory_ids)
             case EvaluationResult():
                 reason = self.state.evaluated(message)

@@ -82,7 +82,7 @@ def open_hf(path: Path) -> HfCheckpoint:
         or _scale_problem(checkpoint)
         or name_problem(hf_config, checkpoint.role, set(checkpoint.weights()))
         or _dtype_problem(checkpoint)
-        or shape_problem(hf_config, {name: files.info(name).shape for name in checkpoint.weights()})
+        or shape_problem(hf_config, ((name, files.info(name).shape) for name in checkpoint.weights()))
         or _unusable_scale(checkpoint)
         or _side_problem(path)
     )

@@ -61,7 +61,7 @@ class ModelCheckpoint:
     def problem(self, hf_config: dict[str, Any], names: Sequence[str]) -> str | None:
         """Why the tensors ``names`` are not those of a model with this config.json; None if they are."""
         return name_problem(hf_config, self.role, set(names)) or shape_problem(
-            hf_config, {name: self.info(name).shape for name in names}
+            hf_config, ((name, self.info(name).shape) for name in names)
         )
 
     def check_against(self, origin: HfCheckpoint) -> None:

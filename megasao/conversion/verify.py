@@ -91,7 +91,7 @@ def _shape_problem(side: Side, other: Side) -> str | None:
         packed = not side.files.info(side.stored[name]).dtype.is_floating_point
         if not packed and (shape := side.shape(name)) == other.shape(name):
             shapes[name.removeprefix(WEIGHT).removeprefix(CARRIED)] = shape
-    return None if side.hf_config is None else shape_problem(side.hf_config, dict(sorted(shapes.items())))
+    return None if side.hf_config is None else shape_problem(side.hf_config, sorted(shapes.items()))
 
 
 def _files(path: Path) -> tuple[TensorFiles, bool, Path | None]:

@@ -15,14 +15,12 @@ Invariants:
 
 import random
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from megasao.environments import arithmetic
-from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult, check_place
+from megasao.environments.base import DemonstrationTurn, Episode, Prompt, Split, StepResult, check_place
 from megasao.environments.calculator_demonstrator import Habits, demonstrate
-from megasao.environments.options import read_options
+from megasao.environments.options import OptionsEnvironment
 from megasao.environments.splits import split_of, text_hash
 
 TAGS = ("<problem>", "</problem>", "<call>", "</call>", "<result>", "</result>", "<answer>", "</answer>", "error")
@@ -96,18 +94,14 @@ class CalculatorEpisode(Episode):
         return StepResult(observation, 0.0, False, {"tool_calls": 1.0, "tool_errors": float(result is None)})
 
 
-class CalculatorEnvironment(Environment):
+class CalculatorEnvironment(OptionsEnvironment[CalculatorOptions]):
     """Arithmetic problems of two or three operations."""
 
     name = "calculator"
+    options_type = CalculatorOptions
 
     def __init__(self, options: CalculatorOptions | None = None) -> None:
-        self.options = options or CalculatorOptions()
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "CalculatorEnvironment":
-        """The environment with these ``environment.options``; ValueError names a bad one."""
-        return cls(read_options(CalculatorOptions, options, owner=cls.name))
+        super().__init__(options or CalculatorOptions())
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -15,12 +15,10 @@ Invariants:
 """
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult, check_place
-from megasao.environments.options import read_options
+from megasao.environments.base import DemonstrationTurn, Episode, Prompt, Split, StepResult, check_place
+from megasao.environments.options import OptionsEnvironment
 from megasao.environments.splits import split_of, text_hash
 
 STYLES = "()"
@@ -90,18 +88,14 @@ class ChainEpisode(Episode):
         return StepResult("", reward, True, {"right": float(right), "style": float(style == self._style)})
 
 
-class ChainEnvironment(Environment):
+class ChainEnvironment(OptionsEnvironment[ChainOptions]):
     """Chains of operations on digits."""
 
     name = "chain"
+    options_type = ChainOptions
 
     def __init__(self, options: ChainOptions | None = None) -> None:
-        self.options = options or ChainOptions()
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "ChainEnvironment":
-        """The environment with these ``environment.options``; ValueError names a bad one."""
-        return cls(read_options(ChainOptions, options, owner=cls.name))
+        super().__init__(options or ChainOptions())
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -16,14 +16,13 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult, shown_to_model
+from megasao.environments.base import DemonstrationTurn, Episode, Prompt, Split, StepResult, shown_to_model
 from megasao.environments.code_demonstrator import DONE, Habits, demonstrate
 from megasao.environments.code_tasks import SHIPPED, CodeTask, load_tasks
 from megasao.environments.code_tasks.variants import other_names, variant
 from megasao.environments.edits import HOW, Block, find_block, replaced
-from megasao.environments.options import nearest, read_options, require_positive
+from megasao.environments.options import OptionsEnvironment, nearest, require_positive
 from megasao.environments.python_tool import INTERPRETER, require_interpreter
 from megasao.environments.sandbox.contained import check_choice, chosen_sandbox
 from megasao.environments.sandbox.limits import SandboxLimits
@@ -157,14 +156,15 @@ async def hidden_tests_pass(task: CodeTask, workspace: bytes, sandbox: Sandbox) 
     return outcome.exit_code == 0 and word in outcome.output.splitlines()
 
 
-class CodeAgentEnvironment(Environment):
+class CodeAgentEnvironment(OptionsEnvironment[CodeAgentOptions]):
     """Repositories to be mended."""
 
     name = "code_agent"
+    options_type = CodeAgentOptions
 
     def __init__(self, options: CodeAgentOptions | None = None) -> None:
         """ValueError for tasks that cannot be read, or where there is no sandbox."""
-        self.options = options or CodeAgentOptions()
+        super().__init__(options or CodeAgentOptions())
         self._tasks = _split(self.options)
         limits = SandboxLimits(time_s=self.options.time_s, memory_bytes=self.options.memory_mb << 20)
         try:
@@ -173,16 +173,6 @@ class CodeAgentEnvironment(Environment):
                 require_interpreter()
         except ValueError as error:
             raise ValueError(f"environment.options.sandbox: {error}") from error
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "CodeAgentEnvironment":
-        """The environment with these ``environment.options``; ValueError names a bad one."""
-        return cls(read_options(CodeAgentOptions, options, owner=cls.name))
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The option ``stop``, or nothing: then the model's own end of turn."""
-        return (self.options.stop,) if self.options.stop else ()
 
     def task(self, split: Split, index: int) -> CodeTask:
         """The task with this index, round and round; ValueError below 0 or for an unknown split."""

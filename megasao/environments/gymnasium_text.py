@@ -10,13 +10,12 @@ Invariants:
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megasao.environments.answers import last_tagged
 from megasao.environments.base import (
-    Environment,
     EnvironmentFailure,
     Episode,
     Prompt,
@@ -25,7 +24,7 @@ from megasao.environments.base import (
     check_place,
     shown_to_model,
 )
-from megasao.environments.options import read_options
+from megasao.environments.options import OptionsEnvironment
 from megasao.environments.splits import text_hash
 from megasao.environments.threads import MOST_HUNG, CallingThread
 
@@ -98,15 +97,16 @@ class GymnasiumEpisode(Episode):
         self._thread.end()
 
 
-class GymnasiumEnvironment(Environment):
+class GymnasiumEnvironment(OptionsEnvironment[GymnasiumOptions]):
     """One registered environment."""
 
     name = "gymnasium"
+    options_type = GymnasiumOptions
     prompts_wait = True
 
     def __init__(self, options: GymnasiumOptions) -> None:
         """ValueError where the package or the environment is missing, or its actions are neither few nor text."""
-        self.options = options
+        super().__init__(options)
         self._settings = dict(options.settings)
         self.hung = 0
         try:
@@ -117,11 +117,6 @@ class GymnasiumEnvironment(Environment):
             self._settings.setdefault("render_mode", "ansi")
         self.read_action, self.legal = _actions(running.action_space, options.actions)
         running.close()
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "GymnasiumEnvironment":
-        """The environment with these ``environment.options``; ValueError names a bad one."""
-        return cls(read_options(GymnasiumOptions, options, owner=cls.name))
 
     def make(self) -> Any:
         """A new instance, which draws itself as text where it can. Whatever Gymnasium raises."""
@@ -137,11 +132,6 @@ class GymnasiumEnvironment(Environment):
         if self.hung >= MOST_HUNG:
             raise EnvironmentFailure(f"{self.options.id}: {self.hung} of its episodes hang; no further one is begun")
         return CallingThread()
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The option ``stop``, or nothing: then the model's own end of turn."""
-        return (self.options.stop,) if self.options.stop else ()
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """What is seen after a reset, and which actions there are; ValueError below 0 or for an unknown split."""

@@ -15,11 +15,10 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from megasao.environments.answers import RULES, find_answer
-from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult, shown_to_model
-from megasao.environments.options import read_options, require_positive
+from megasao.environments.base import DemonstrationTurn, Episode, Prompt, Split, StepResult, shown_to_model
+from megasao.environments.options import OptionsEnvironment, require_positive
 from megasao.environments.python_tool import NOTE, PythonTool, find_code, require_interpreter
 from megasao.environments.rows import Problem, load_problems
 from megasao.environments.sandbox.contained import check_choice, chosen_sandbox
@@ -102,10 +101,11 @@ class MathEpisode(Episode):
         return shown_to_model(shown, metrics, chat=self._chat)
 
 
-class MathEnvironment(Environment):
+class MathEnvironment(OptionsEnvironment[MathOptions]):
     """Problems of a data set."""
 
     name = "math"
+    options_type = MathOptions
 
     def __init__(
         self,
@@ -117,22 +117,12 @@ class MathEnvironment(Environment):
 
         ValueError for data that cannot be read or leave a split empty.
         """
-        self.options = options
+        super().__init__(options)
         self._problems = _load(options) if problems is None else problems
         limits = Limits(options.verifiers, options.time_limit_s, options.memory_mb << 20)
         self._pool = pool or VerifierPool(GRADERS, limits)
         self._sandbox = make_sandbox(options, "tool") if options.tool else None
         self._epoch = lru_cache(maxsize=2)(self._order)
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "MathEnvironment":
-        """The environment with these ``environment.options``; ValueError names a bad one."""
-        return cls(read_options(MathOptions, options, owner=cls.name))
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The option ``stop``, or nothing: then the model's own end of turn."""
-        return (self.options.stop,) if self.options.stop else ()
 
     def size(self, split: Split) -> int:
         """How many problems a split has."""

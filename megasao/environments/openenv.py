@@ -22,7 +22,6 @@ import aiohttp
 
 from megasao.environments.answers import last_tagged
 from megasao.environments.base import (
-    Environment,
     EnvironmentFailure,
     Episode,
     Prompt,
@@ -31,7 +30,7 @@ from megasao.environments.base import (
     check_place,
     shown_to_model,
 )
-from megasao.environments.options import read_options
+from megasao.environments.options import OptionsEnvironment
 from megasao.environments.splits import text_hash
 
 _REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")
@@ -133,31 +132,22 @@ class OpenEnvEpisode(Episode):
             await self._http.close()
 
 
-class OpenEnvEnvironment(Environment):
+class OpenEnvEnvironment(OptionsEnvironment[OpenEnvOptions]):
     """The environment of one server."""
 
     name = "openenv"
+    options_type = OpenEnvOptions
     prompts_wait = True
 
     def __init__(self, options: OpenEnvOptions) -> None:
         """ValueError where no OpenEnv server answers."""
-        self.options = options
+        super().__init__(options)
         content = "your action" if options.text_field else "your action as a JSON object"
         self.legal = f"write {content} between <action> and </action>."
         try:
             self._request("health")
         except (OSError, ValueError) as error:
             raise ValueError(f"environment.options.url: no OpenEnv server answers at {options.url}: {error}") from error
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "OpenEnvEnvironment":
-        """The environment with these ``environment.options``; ValueError names a bad one."""
-        return cls(read_options(OpenEnvOptions, options, owner=cls.name))
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The option ``stop``, or nothing: then the model's own end of turn."""
-        return (self.options.stop,) if self.options.stop else ()
 
     def named(self, split: Split, index: int) -> tuple[str, str]:
         """Without a word with the server: a controller would wait for it, and end with its first error."""

@@ -7,7 +7,9 @@ Invariants: an unknown option is refused by name with the nearest known one; a v
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, ClassVar, Generic, Self, TypeVar, get_origin, get_type_hints
+
+from megasao.environments.base import Environment
 
 Options = TypeVar("Options")
 
@@ -36,6 +38,26 @@ def read_options(kind: type[Options], values: Mapping[str, Any], *, owner: str) 
                 f"environment.options.{name}: expected {types[name].__name__}, got {type(value).__name__} {value!r}"
             )
     return kind(**values)
+
+
+class OptionsEnvironment(Environment, Generic[Options]):
+    """An environment that its options alone describe; ``options_type`` is their class."""
+
+    options_type: ClassVar[type[Any]]
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """The environment with these ``environment.options``; ValueError names a bad one."""
+        return cls(read_options(cls.options_type, options, owner=cls.name))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The option ``stop``, or nothing: then the model's own end of turn."""
+        stop: str = getattr(self.options, "stop", "")
+        return (stop,) if stop else ()
 
 
 def require_positive(options: object, *names: str) -> None:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megasao.environments.answers import RULES, find_answer
-from megasao.environments.base import DemonstrationTurn, Environment, Episode, Prompt, Split, StepResult, check_place
+from megasao.environments.base import DemonstrationTurn, Episode, Prompt, Split, StepResult, check_place
 from megasao.environments.mathematics import write_answer
-from megasao.environments.options import nearest, read_options
+from megasao.environments.options import OptionsEnvironment, nearest
 from megasao.environments.sandbox import bubblewrap
 from megasao.environments.splits import split_of, text_hash
 from megasao.environments.verifiers.pool import Limits, VerifierPool
@@ -91,14 +91,15 @@ class ReasoningGymEpisode(Episode):
         return StepResult("", reward, True, {"answered": float(answer is not None), "solved": float(reward >= 1)})
 
 
-class ReasoningGymEnvironment(Environment):
+class ReasoningGymEnvironment(OptionsEnvironment[ReasoningGymOptions]):
     """Problems of one or several data sets, in turn."""
 
     name = "reasoning_gym"
+    options_type = ReasoningGymOptions
 
     def __init__(self, options: ReasoningGymOptions) -> None:
         """ValueError for an unknown data set or setting, or where there is no sandbox."""
-        self.options = options
+        super().__init__(options)
         if options.sandbox == "bubblewrap":
             try:
                 bubblewrap.require()
@@ -116,16 +117,6 @@ class ReasoningGymEnvironment(Environment):
             guarding="evaluate",
             wrap=bubblewrap.wrap_python if options.sandbox == "bubblewrap" else None,
         )
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "ReasoningGymEnvironment":
-        """The environment with these ``environment.options``; ValueError names a bad one."""
-        return cls(read_options(ReasoningGymOptions, options, owner=cls.name))
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The option ``stop``, or nothing: then the model's own end of turn."""
-        return (self.options.stop,) if self.options.stop else ()
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """The problem with this index; ValueError below 0 or for an unknown split."""

@@ -13,10 +13,11 @@ Invariants:
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megasao.environments.answers import after_hashes, last_boxed
 
@@ -32,6 +33,7 @@ _ENCODING = "utf-8-sig"
 _NOT_FINITE = (float("inf"), float("-inf"))
 
 Row = Mapping[str, Any]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -46,17 +48,25 @@ class Problem:
 
 def load_problems(path: str | Path) -> list[Problem]:
     """All problems of a file or directory. ValueError says which file and row, and what was expected."""
-    found: list[Problem] = []
+    return load_rows(
+        path, lambda row, where, number: to_problem(row, where, default_id=str(number)), attrgetter("problem_id")
+    )
+
+
+def load_rows(path: str | Path, make: Callable[[Row, str, int], Item], id_of: Callable[[Item], str]) -> list[Item]:
+    """What ``make`` makes of each row of a file or directory, told where it is and its number. ValueError: no rows, or
+    an id twice."""
+    found: list[Item] = []
     for file in data_files(Path(path)):
         for number, row in enumerate(read_rows(file)):
-            found.append(to_problem(row, f"{file}, row {number}", default_id=str(len(found))))
+            found.append(make(row, f"{file}, row {number}", len(found)))
     if not found:
         raise ValueError(f"{path}: no rows")
     seen: set[str] = set()
-    for problem in found:
-        if problem.problem_id in seen:
-            raise ValueError(f"{path}: two rows have the id {problem.problem_id!r}")
-        seen.add(problem.problem_id)
+    for item in found:
+        if id_of(item) in seen:
+            raise ValueError(f"{path}: two rows have the id {id_of(item)!r}")
+        seen.add(id_of(item))
     return found
 
 

@@ -19,7 +19,7 @@ from megasao.environments import arithmetic
 from megasao.environments.answers import find_answer
 from megasao.environments.base import DemonstrationTurn, Episode, Prompt, Split, StepResult
 from megasao.environments.mathematics import BOXED_PROMPT, MathEnvironment, MathOptions, make_sandbox
-from megasao.environments.options import nearest, read_options
+from megasao.environments.options import nearest
 from megasao.environments.rows import Problem
 from megasao.environments.splits import split_of, text_hash
 from megasao.environments.tools.calls import Malformed, ToolCall, ToolFormat, shorten
@@ -116,6 +116,7 @@ class ToolEnvironment(MathEnvironment):
     """Problems of a data set, or arithmetic, with tools."""
 
     name = "tool"
+    options_type = ToolOptions
     options: ToolOptions
 
     def __init__(self, options: ToolOptions, pool: VerifierPool | None = None) -> None:
@@ -124,11 +125,6 @@ class ToolEnvironment(MathEnvironment):
         super().__init__(options, None if options.data else arithmetic_problems(options), pool)
         sandbox = make_sandbox(options, "tools") if needs_sandbox(options.tools) else None
         self.tools = make_tools(options.tools, sandbox, options.tool_output)
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "ToolEnvironment":
-        """The environment with these ``environment.options``; ValueError names a bad one."""
-        return cls(read_options(ToolOptions, options, owner=cls.name))
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """The problem with this index, with the tools; ValueError below 0 or for an unknown split."""

@@ -13,13 +13,11 @@ import asyncio
 import inspect
 import random
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from megasao.environments.base import (
-    Environment,
     EnvironmentFailure,
     Episode,
     Prompt,
@@ -27,7 +25,7 @@ from megasao.environments.base import (
     StepResult,
     check_place,
 )
-from megasao.environments.options import read_options, require_positive
+from megasao.environments.options import OptionsEnvironment, require_positive
 from megasao.environments.splits import split_of, text_hash
 from megasao.environments.threads import MOST_HUNG, CallingThread
 
@@ -89,14 +87,15 @@ class VerifiersEpisode(Episode):
             self._thread.end()
 
 
-class VerifiersEnvironment(Environment):
+class VerifiersEnvironment(OptionsEnvironment[VerifiersOptions]):
     """The tasks of one taskset."""
 
     name = "verifiers"
+    options_type = VerifiersOptions
 
     def __init__(self, options: VerifiersOptions) -> None:
         """ValueError where the package or the taskset is missing, or its tasks need more than an answer."""
-        self.options = options
+        super().__init__(options)
         self.hung = 0
         try:
             tasks = _load(options)
@@ -109,16 +108,6 @@ class VerifiersEnvironment(Environment):
             raise ValueError(
                 f"environment.options.taskset: {options.taskset}: its {len(tasks)} tasks are too few to split"
             )
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "VerifiersEnvironment":
-        """The environment with these ``environment.options``; ValueError names a bad one."""
-        return cls(read_options(VerifiersOptions, options, owner=cls.name))
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The option ``stop``, or nothing: then the model's own end of turn."""
-        return (self.options.stop,) if self.options.stop else ()
 
     def task(self, split: Split, index: int) -> Any:
         """The task with this index; ValueError below 0 or for an unknown split."""

@@ -20,6 +20,9 @@ class Family:
             attention on the keys that an indexer selects.
         allowed: supported values of settings in config.json; None stands for a setting that is not written.
         sizes: further whole numbers above 0 that config.json must have.
+        defaults: what transformers takes for a setting that is not written, where that is not what is meant here by
+            its absence.
+        nulls: settings that may be null, and the one whose value they have then.
         rope_types: supported kinds of rotary embedding.
         mtp: the rules of one multi-token-prediction layer, whose number counts on after the decoder's; None is a
             family without. Such tensors are carried from checkpoint to checkpoint and not trained.
@@ -32,9 +35,16 @@ class Family:
     attention: Literal["grouped", "sparse_latent"] = "grouped"
     allowed: Mapping[str, tuple[Any, ...]] | None = None
     sizes: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    nulls: Mapping[str, str] = field(default_factory=dict)
     rope_types: tuple[str, ...] = ("default",)
     mtp: Callable[[HfConfig, int], tuple[Rule, ...]] | None = None
     mtp_copies: Mapping[str, Rule] = field(default_factory=dict)
+
+    def completed(self, hf_config: HfConfig) -> HfConfig:
+        """config.json with the settings that it leaves out and transformers has a default for."""
+        full = {"hidden_act": "silu", **self.defaults, **hf_config}
+        return full | {key: full.get(other) for key, other in self.nulls.items() if full.get(key) is None}
 
     def check(self, hf_config: HfConfig) -> None:
         """ValueError if config.json asks for something that is not supported, or lacks a size."""

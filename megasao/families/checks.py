@@ -2,7 +2,7 @@
 
 import math
 
-from megasao.families.facts import EXPERT_KEYS, MTP_KEYS, HfConfig, expert_count, rope
+from megasao.families.facts import EXPERT_KEYS, MTP_KEYS, HfConfig, expert_count, expert_key, rope
 
 _SIZES = (
     "hidden_size",
@@ -28,20 +28,41 @@ _FLAGS = ("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings",
 _NUMBERS = ("rms_norm_eps", "routed_scaling_factor")
 _BEST = 2
 """Experts of a group that stand for it when a router compares groups."""
-_MOST = 10_000
-"""Layers, or experts of one, that a model can have; more is a mistake that would take hours to count up."""
+_MOST_LAYERS, _MOST_EXPERTS = 1_000, 100_000
+"""Of a whole model. Published ones have up to 130 or so, and 31,000; to name many more would take long, and memory."""
+_MOST_OF_A_COUNT = 10_000
+_MOST_OF_A_SIZE = 1_000_000
+"""The largest are vocabularies, of up to 300,000 tokens. Three sizes multiplied still are numbers that a tensor has."""
+_MOST = {"num_hidden_layers": _MOST_LAYERS, "max_position_embeddings": 10**9}
+_MISTAKE = "far more than any model has; correct config.json, or copy it again"
 _OF_EACH_LAYER = ("mlp_layer_types", "indexer_types", "index_topk_pattern")
 
 
 def check_counts(hf_config: HfConfig, sizes: tuple[str, ...]) -> None:
-    """Counts are whole numbers, and sizes (the family's own ``sizes`` too) above 0."""
+    """Counts are whole numbers, and sizes (the family's own ``sizes`` too) above 0; none is beyond any model's."""
     for key in (*EXPERT_KEYS, *_COUNTS):
-        if type(count := hf_config.get(key) or 0) is not int or not 0 <= count <= _MOST:
-            raise ValueError(f"{key} = {count!r}; expected a whole number up to {_MOST}")
+        if type(count := hf_config.get(key) or 0) is not int or not 0 <= count <= _MOST_OF_A_COUNT:
+            raise ValueError(f"{key} = {count!r}; expected a whole number up to {_MOST_OF_A_COUNT}")
     for key in (*_SIZES, *sizes, *(_MOE_SIZES if expert_count(hf_config) else ())):
-        size = hf_config.get(key)
-        if type(size) is not int or size < 1:
-            raise ValueError(f"{key} = {size!r}; expected a whole number above 0")
+        size, most = hf_config.get(key), _MOST.get(key, _MOST_OF_A_SIZE)
+        if type(size) is not int or not 1 <= size <= most:
+            without = "; a model without is not supported" if key in sizes and not size else ""
+            found = f"{key} = {size!r}" if key in hf_config else f"{key} is missing"
+            raise ValueError(f"{found}; expected a whole number above 0 and up to {most}{without}")
+    _check_together(hf_config)
+
+
+def _check_together(hf_config: HfConfig) -> None:
+    """Each of them may be possible, and what they come to together not."""
+    layers = {key: hf_config[key] for key in ("num_hidden_layers", *MTP_KEYS) if hf_config.get(key)}
+    said = " and ".join(f"{key} = {count}" for key, count in layers.items())
+    if (together := sum(layers.values())) > _MOST_LAYERS:
+        raise ValueError(f"{said} are {together} layers; expected up to {_MOST_LAYERS}, {_MISTAKE}")
+    if (experts := together * expert_count(hf_config)) > _MOST_EXPERTS:
+        raise ValueError(
+            f"{said}, with {expert_key(hf_config)} = {expert_count(hf_config)}, are {experts} experts; expected up to "
+            f"{_MOST_EXPERTS}, {_MISTAKE}"
+        )
 
 
 def check_rope(hf_config: HfConfig, kinds: tuple[str, ...]) -> None:
@@ -97,17 +118,20 @@ def check_heads(hf_config: HfConfig, *, derived: bool) -> None:
     """ValueError if heads do not fit; ``derived``: their width is a share of the hidden size."""
     hidden, heads, groups = (hf_config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if heads % groups:
-        raise ValueError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {groups}")
+        raise ValueError(
+            f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {groups}; expected groups of "
+            "equal size"
+        )
     if derived and hidden % heads:
         raise ValueError(
-            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and there is no head_dim"
+            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and there is no head_dim; "
+            "expected one of the two"
         )
 
 
 def check_layers(hf_config: HfConfig) -> None:
     """ValueError if something is not said of layers as it has to be."""
-    if (layers := hf_config["num_hidden_layers"]) > _MOST:
-        raise ValueError(f"num_hidden_layers = {layers}; expected at most {_MOST}")
+    layers = hf_config["num_hidden_layers"]
     for key in _OF_EACH_LAYER:
         kinds = hf_config.get(key)
         if kinds and (not isinstance(kinds, list | str) or len(kinds) < layers):

@@ -25,6 +25,7 @@ from megasao.families.rules import (
 MOE = (*EXPERTS, *ROUTER_BIAS, *SHARED_EXPERT)
 MOE_ALLOWED = {"norm_topk_prob": (True,)}
 MOE_SIZES = ("n_routed_experts", "n_shared_experts")
+DEFAULTS = {"n_shared_experts": 1, "norm_topk_prob": True, "rms_norm_eps": 1e-5}
 MTP_COPIES = {
     "model.layers.{L}.embed_tokens.weight": EMBEDDING,
     "model.layers.{L}.shared_head.head.weight": LM_HEAD,
@@ -71,4 +72,12 @@ def mtp(hf_config: HfConfig, number: int) -> tuple[Rule, ...]:
     return mtp_layer(number, (*_attention(hf_config), *MOE))
 
 
-FAMILY = Family(megatron=megatron, layer=layer, mtp=mtp, mtp_copies=MTP_COPIES, allowed=MOE_ALLOWED, sizes=MOE_SIZES)
+FAMILY = Family(
+    megatron=megatron,
+    layer=layer,
+    mtp=mtp,
+    mtp_copies=MTP_COPIES,
+    allowed=MOE_ALLOWED,
+    sizes=MOE_SIZES,
+    defaults={**DEFAULTS, "num_key_value_heads": 8, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5},
+)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megasao.families.base import Family, HfConfig, feed_forward_kind
 from megasao.families.facts import indexer_layers, rope
-from megasao.families.glm4_moe import MOE, MOE_ALLOWED, MOE_SIZES, MTP_COPIES, sigmoid_router
+from megasao.families.glm4_moe import DEFAULTS, MOE, MOE_ALLOWED, MOE_SIZES, MTP_COPIES, sigmoid_router
 from megasao.families.rules import DENSE, LAYER_NORMS, H, M, Rule, mtp_layer
 from megasao.families.sizes import HEADS, HIDDEN, Size, field
 
@@ -89,4 +89,11 @@ FAMILY = Family(
         "index_head_dim",
         "index_topk",
     ),
+    defaults={
+        **DEFAULTS,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 2048,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+    },
 )

@@ -21,4 +21,6 @@ FAMILY = Family(
     layer=layer,
     allowed={"attention_bias": (False, None), "mlp_bias": (False, None)},
     rope_types=("default", "llama3"),
+    defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-6},
+    nulls={"num_key_value_heads": "num_attention_heads"},
 )

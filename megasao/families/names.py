@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from megasao.families import Rule, family_of
@@ -95,10 +95,13 @@ def shapes(hf_config: dict[str, Any]) -> dict[str, Shape]:
     return found | {name: rule.shapes[0] for name, rule in _copies(hf_config).items()}
 
 
-def shape_problem(hf_config: dict[str, Any], found: Mapping[str, tuple[int, ...]]) -> str | None:
-    """The first tensor of ``found`` whose shape is not what config.json says; None if all are. Others are left out."""
+def shape_problem(hf_config: dict[str, Any], found: Iterable[tuple[str, tuple[int, ...]]]) -> str | None:
+    """The first tensor of ``found`` (a name may come again) whose shape is not what config.json says; None if all are.
+
+    Names that the model does not have are left out.
+    """
     expected = shapes(hf_config)
-    for name, shape in found.items():
+    for name, shape in found:
         if name in expected and shape != (right := dimensions(expected[name], hf_config)):
             why = explanation(expected[name], hf_config)
             return f"has {name} of shape {shape}; expected {right} by its config.json: {why}"

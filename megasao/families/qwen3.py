@@ -18,4 +18,10 @@ def layer(hf_config: HfConfig, layer: int) -> tuple[Rule, ...]:
     return (*LAYER_NORMS, *GROUPED_ATTENTION, *QK_NORMS, *DENSE)
 
 
-FAMILY = Family(megatron=megatron, layer=layer, allowed=ALLOWED)
+FAMILY = Family(
+    megatron=megatron,
+    layer=layer,
+    allowed=ALLOWED,
+    defaults={"num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6},
+    nulls={"num_key_value_heads": "num_attention_heads"},
+)

@@ -23,4 +23,9 @@ def layer(hf_config: HfConfig, layer: int) -> tuple[Rule, ...]:
     return (*LAYER_NORMS, *GROUPED_ATTENTION, *QK_NORMS, *feed_forward)
 
 
-FAMILY = Family(megatron=megatron, layer=layer, allowed=ALLOWED)
+FAMILY = Family(
+    megatron=megatron,
+    layer=layer,
+    allowed=ALLOWED,
+    defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-6},
+)

@@ -178,11 +178,10 @@ def _local_tensors(model: MegatronModel, optimizer: Optimizer) -> Iterator[tuple
 
 def _check_shapes(files: TensorFiles, model: MegatronModel, directory: Path) -> None:
     """On every rank, before any of them waits for others."""
-    for kind in ("weight", *MOMENTS):
-        stored = (info for info in files.infos() if info.name.startswith(f"{kind}:"))
-        found = {info.name.removeprefix(f"{kind}:"): info.shape for info in stored}
-        if problem := shape_problem(model.hf_config, found):
-            raise ValueError(f"{directory} {problem}; it is a checkpoint of another model")
+    stored = ((*info.name.partition(":"), info.shape) for info in files.infos())
+    found = ((name, shape) for kind, _, name, shape in stored if kind in ("weight", *MOMENTS))
+    if problem := shape_problem(model.hf_config, found):
+        raise ValueError(f"{directory} {problem}; it is a checkpoint of another model")
 
 
 def _read(files: TensorFiles, kind: str, local: LocalParameter, model: MegatronModel, directory: Path) -> Tensor:

@@ -33,7 +33,6 @@ from megasao.transport.messages import (
     Failure,
     Forget,
     Heartbeat,
-    Lacking,
     Lease,
     Leases,
     Refused,
@@ -41,6 +40,7 @@ from megasao.transport.messages import (
     Stored,
     Trajectories,
     Welcome,
+    WorkerLacksPayload,
 )
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class RolloutService:
         if self._link.connected:
             if self._payload is not None and (lacking := self._payload.take_lacking()):
                 logger.warning("%d trajectories were asked for that are not here, first %s", len(lacking), lacking[0])
-                await self._link.send(Lacking(lacking))
+                await self._link.send(WorkerLacksPayload(lacking))
             await self._heartbeat()
             await self._offer()
 

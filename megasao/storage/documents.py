@@ -21,7 +21,7 @@ def read_object(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} begins with a byte order mark, which no loader takes; save it as UTF-8 without")
     try:
         found = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not only JSONDecodeError: a number of 5,000 digits
         raise ValueError(f"{file} is not valid JSON: {error}; copy it again") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file} is not a JSON object; copy it again")

@@ -28,12 +28,13 @@ from megasao.training.batch import Batch
 from megasao.training.checkpoint import Pending, Progress
 from megasao.training.critic import Critic
 from megasao.training.estimator import Estimator
+from megasao.training.payload import PayloadUnreachable
 from megasao.training.step import StepResult, timed, update_critic
 from megasao.training.value_exchange import whole_step
 from megasao.training.value_service import ValueService
 from megasao.transport.client import ControllerClient
 from megasao.transport.messages import Manifest
-from megasao.transport.values import Command, Lacking, Learned, Leave, Leaving, Save, Saved, Train, Values
+from megasao.transport.values import Command, CriticLacksPayload, Learned, Leave, Leaving, Save, Saved, Train, Values
 
 POLL_S = 0.05
 """How long the ranks wait together for a command, until they look whether a checkpoint is written."""
@@ -42,8 +43,8 @@ POLL_S = 0.05
 class Loader(Protocol):
     """Where this rank's rows of a step come from."""
 
-    def attempt(self, manifest: Manifest) -> tuple[Batch | None, str]:
-        """The rows of this rank; None on every rank, and why, if one of them does not get its own."""
+    def load(self, manifest: Manifest) -> Batch:
+        """The rows of this rank; PayloadUnreachable on every rank, if one of them does not get its own."""
         ...
 
     def close(self) -> None:
@@ -119,9 +120,10 @@ class CriticWorld:
         step = command.step
         if self.refuses(command):
             return
-        batch, problem = self.source.attempt(Manifest(step, command.entries, {}))
-        if batch is None:
-            self.say(Lacking(step, command.attempt, problem))
+        try:
+            batch = self.source.load(Manifest(step, command.entries, {}))
+        except PayloadUnreachable as error:
+            self.say(CriticLacksPayload(step, command.attempt, str(error)))
             return
         result = StepResult(values=self.critic.values(batch))
         self.send_values(batch, result.values, command)
@@ -164,7 +166,7 @@ class CriticWorld:
         self.say(Saved(self.pending.progress.step))
         self.pending = None
 
-    def say(self, answer: Values | Lacking | Learned | Saved | Leaving, payload: bytes = b"") -> None:
+    def say(self, answer: Values | CriticLacksPayload | Learned | Saved | Leaving, payload: bytes = b"") -> None:
         """Answer the actor, on rank 0."""
         if self.service is not None:
             self.service.say(answer, payload)

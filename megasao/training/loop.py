@@ -36,7 +36,6 @@ from megasao.training.estimator import Estimator
 from megasao.training.examples import example_rows
 from megasao.training.metrics import batch_metrics, throughput_metrics
 from megasao.training.mismatch import alarms
-from megasao.training.payload import PayloadUnreachable
 from megasao.training.publishing import Publishing
 from megasao.training.remote_critic import RemoteCritic
 from megasao.training.source import BatchSource, ask
@@ -104,7 +103,7 @@ class Trainer:
         step, version = self.progress.step, self.progress.version
         metrics: dict[str, float | None] = {}
         show = step % self.config.observability.examples_every == 0
-        learned = self.learn_next(step, version, metrics, show=show)
+        learned = self.source.until_payload_is_had(step, lambda: self.learn_next(step, version, metrics, show=show))
         if learned is None:
             return False
         manifest, batch, logprobs, result = learned
@@ -149,24 +148,17 @@ class Trainer:
         """The step's trajectories, with ``show`` their log-probs before, and what came of the step; None if asked to
         leave.
 
-        Where a critic elsewhere cannot have their payload, all ranks ask for the step again, as if they could not.
+        PayloadUnreachable, on every rank and before anything has changed: payload cannot be had, here or by a critic
+        elsewhere.
         """
-        deadline = None
-        while True:
-            with timed(metrics, "time/wait"):
-                manifest = self.source.next_manifest(step, version)
-            if manifest is None:
-                return None
-            with timed(metrics, "time/fetch"):
-                batch = self.source.load(manifest, version)
-            if batch is None:
-                return None
-            logprobs = self.actor.logprobs(batch) if show else []
-            try:
-                return manifest, batch, logprobs, self.learn(batch, step)
-            except PayloadUnreachable as error:
-                deadline = deadline or self.source.deadline()
-                self.source.before_asking_again(step, str(error), deadline)
+        with timed(metrics, "time/wait"):
+            manifest = self.source.next_manifest(step, version)
+        if manifest is None:
+            return None
+        with timed(metrics, "time/fetch"):
+            batch = self.source.load(manifest)
+        logprobs = self.actor.logprobs(batch) if show else []
+        return manifest, batch, logprobs, self.learn(batch, step)
 
     def learn(self, batch: Batch, step: int) -> StepResult:
         """The step itself, with the critic here, elsewhere (where its updates may go on) or nowhere."""

@@ -24,8 +24,8 @@ from megasao.transport.client import RequestClient
 from megasao.transport.keys import CurveKeys
 from megasao.transport.messages import Refused
 from megasao.transport.values import (
+    CriticLacksPayload,
     FromCritic,
-    Lacking,
     Learned,
     LearnedRequest,
     Leave,
@@ -89,8 +89,8 @@ class RemoteCritic:
         TimeoutError names the critic. RuntimeError: it refused, with its reason. PayloadUnreachable, on every rank: it
         cannot have what it is to learn from, and may be asked again for this step, also with other trajectories.
         """
-        answer, payload = self._wait(Train(step, list(batch.entries), self.attempt), Values, Lacking)
-        if isinstance(answer, Lacking):
+        answer, payload = self._wait(Train(step, list(batch.entries), self.attempt), Values, CriticLacksPayload)
+        if isinstance(answer, CriticLacksPayload):
             self.attempt += 1
             raise PayloadUnreachable(f"the critic at {self.address}: {answer.reason}")
         self.attempt = 0

@@ -4,7 +4,7 @@ Invariants:
 - rank 0 alone asks for a manifest, and every rank gets the same one;
 - every rank fetches only what its own rows hold; payload never passes through rank 0;
 - all ranks leave before the same step;
-- a rank whose payload cannot be had makes all ask again, for a bounded time.
+- payload that one rank, or a critic elsewhere, cannot have makes all ask again; one bound on time holds over both.
 """
 
 import logging
@@ -31,6 +31,7 @@ POLL_SECONDS = 30.0
 """Bound on one exchange with the controller; the whole wait is bounded by ``loop.batch_timeout_s``."""
 
 Reply = TypeVar("Reply")
+Made = TypeVar("Made")
 
 
 def ask(client: ControllerClient, message: msgspec.Struct, kind: type[Reply]) -> Reply:
@@ -108,42 +109,38 @@ class BatchSource:
             case _:
                 return Refused(f"the controller answered a batch request with {type(reply).__name__}")
 
-    def load(self, manifest: Manifest, version: int) -> Batch | None:
-        """The rows of the step for weights ``version``.
+    def until_payload_is_had(self, step: int, attempt: Callable[[], Made]) -> Made:
+        """What ``attempt`` at the step makes, on every rank; another one while it raises PayloadUnreachable on all.
 
-        If a rollout host does not give what it has, all ranks ask again for the step's manifest, which may be another
-        one then. None where the run is to leave meanwhile; TimeoutError, on every rank, after ``loop.batch_timeout_s``.
+        TimeoutError, on every rank, after ``loop.batch_timeout_s`` since it first did, whoever could not have payload.
         """
-        deadline = self.deadline()
+        deadline = None
         while True:
-            batch, problem = self.attempt(manifest)
-            if batch is not None:
-                return batch
-            self.before_asking_again(manifest.step, problem, deadline)
-            again = self.next_manifest(manifest.step, version)
-            if again is None:
-                return None
-            manifest = again
+            try:
+                return attempt()
+            except PayloadUnreachable as error:
+                deadline = deadline or time.monotonic() + self.config.loop.batch_timeout_s
+                self._before_asking_again(step, str(error), deadline)
 
-    def attempt(self, manifest: Manifest) -> tuple[Batch | None, str]:
-        """Plan the step, fetch what this rank's rows hold, and pack it; None on every rank, and why, if a rollout host
-        does not give one of them what it has."""
+    def load(self, manifest: Manifest) -> Batch:
+        """Plan the step, fetch what this rank's rows hold, and pack it.
+
+        PayloadUnreachable, on every rank, if a rollout host does not give one of them what it has. The step may then
+        be asked for again, and its manifest be another one.
+        """
         if not any(entry.payload for entry in manifest.entries):
-            return self._pack(manifest), ""
-        batch, problem = None, ""
+            return self._pack(manifest)
+        batch, problem = None, "another rank did not get its payload"
         try:
             batch = self._pack(manifest)
         except PayloadUnreachable as error:
             problem = str(error)
         if any(gather_counts(int(batch is None))):
-            return None, problem or "another rank did not get its payload"
-        return batch, ""
+            raise PayloadUnreachable(problem)
+        assert batch is not None
+        return batch
 
-    def deadline(self) -> float:
-        """Until when a step is asked for again that begins to be assembled now."""
-        return time.monotonic() + self.config.loop.batch_timeout_s
-
-    def before_asking_again(self, step: int, problem: str, deadline: float) -> None:
+    def _before_asking_again(self, step: int, problem: str, deadline: float) -> None:
         """Wait a moment; after the deadline TimeoutError, on every rank."""
         if any(gather_counts(int(time.monotonic() >= deadline))):
             raise TimeoutError(f"step {step}: {problem}")

@@ -21,7 +21,7 @@ from megasao.transport.keys import CurveKeys
 from megasao.transport.messages import Refused
 from megasao.transport.values import (
     Command,
-    Lacking,
+    CriticLacksPayload,
     Learned,
     LearnedRequest,
     Leave,
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _COMMANDS: dict[type, type] = {
     Values: Train,
-    Lacking: Train,
+    CriticLacksPayload: Train,
     Learned: LearnedRequest,
     Saved: Save,
     Leaving: Leave,
@@ -68,7 +68,7 @@ class ValueService:
         except queue.Empty:
             return None
 
-    def say(self, answer: Values | Lacking | Learned | Saved | Leaving, payload: bytes = b"") -> None:
+    def say(self, answer: Values | CriticLacksPayload | Learned | Saved | Leaving, payload: bytes = b"") -> None:
         """Answer what was asked of ``answer.step``, from now on."""
         self._keep(_COMMANDS[type(answer)], _place(answer), encode(answer, payload))
 

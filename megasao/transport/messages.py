@@ -80,7 +80,7 @@ class Stored(msgspec.Struct, tag=True, frozen=True):
     summaries: list[Summary]
 
 
-class Lacking(msgspec.Struct, tag=True, frozen=True):
+class WorkerLacksPayload(msgspec.Struct, tag=True, frozen=True):
     """Payload that this worker was asked for and does not have, whatever it once said: its disk is another one.
 
     Not acknowledged: who needs it asks again, and so it is said again.
@@ -312,7 +312,7 @@ class Status(msgspec.Struct, tag=True, frozen=True):
     open_evaluations: list[str]
 
 
-FromWorker = Hello | Credit | Trajectories | Stored | Lacking | EvaluationResult | Failure | Heartbeat
+FromWorker = Hello | Credit | Trajectories | Stored | WorkerLacksPayload | EvaluationResult | Failure | Heartbeat
 ToWorker = Welcome | Leases | Ack | Forget | Refused | Stop
 FromTrainer = (
     BatchRequest | FetchRequest | StateRequest | EvaluateRequest | StatusRequest | CheckpointSaved | FinishRequest

@@ -14,7 +14,7 @@ from megasao.transport.messages import ManifestEntry, Refused
 class Train(msgspec.Struct, tag=True, frozen=True):
     """The values of the trajectories of ``step``, please (answered by ``Values``); then learn from them.
 
-    ``attempt`` counts from 0; there is a next one, maybe with other trajectories, only after ``Lacking``.
+    ``attempt`` counts from 0; there is a next one, maybe with other trajectories, only after ``CriticLacksPayload``.
     """
 
     step: int
@@ -58,7 +58,7 @@ class Values(msgspec.Struct, tag=True, frozen=True):
     attempt: int = 0
 
 
-class Lacking(msgspec.Struct, tag=True, frozen=True):
+class CriticLacksPayload(msgspec.Struct, tag=True, frozen=True):
     """The critic cannot have the payload of these trajectories where it is said to be, and has changed nothing."""
 
     step: int
@@ -92,4 +92,4 @@ class Working(msgspec.Struct, tag=True, frozen=True):
 
 Command = Train | Save | Leave
 ToCritic = Train | LearnedRequest | Save | Leave
-FromCritic = Values | Lacking | Learned | Saved | Leaving | Working | Refused
+FromCritic = Values | CriticLacksPayload | Learned | Saved | Leaving | Working | Refused

@@ -64,6 +64,19 @@ NO_CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config.json is a hundred thousand lists": (with_config("[" * 100_000), "config.json is not valid JSON: "),
     "config.json is no text": (with_config(b"\xff\xfe{}"), "config.json is not valid JSON: 'utf-8' codec"),
     "config.json has a byte order mark": (with_config("\ufeff{}"), "config.json begins with a byte order mark"),
+    "config.json has a number of 5,000 digits": (
+        with_config('{"num_hidden_layers": 1' + 5000 * "0" + "}"),
+        "config.json is not valid JSON: Exceeds the limit",
+    ),
+    "config.json has layers that no model has": (
+        with_config(json.dumps(SHAPE | {"num_nextn_predict_layers": 10_000})),
+        "num_hidden_layers = 2 and num_nextn_predict_layers = 10000 are 10002 layers; expected up to 1000, "
+        "far more than any model has; correct config.json, or copy it again",
+    ),
+    "config.json has experts that no model has": (
+        with_config(json.dumps(SHAPE | {"num_hidden_layers": 100, "num_experts": 10_000})),
+        "num_hidden_layers = 100, with num_experts = 10000, are 1000000 experts; expected up to 100000, far more",
+    ),
     "config.json is of no model": (with_config("{}"), "model_type = None is not supported"),
 }
 

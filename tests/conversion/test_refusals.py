@@ -134,7 +134,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda path: (first_file(path).unlink(), (path / "model-00001-of-00003.safetensors").mkdir())[1],
         "is not a complete Hugging Face checkpoint: model-00001",
     ),
-    "fewer tensors than layers": (lambda path: change_config(path, num_hidden_layers=9999), "each need more"),
+    "fewer tensors than layers": (lambda path: change_config(path, num_hidden_layers=999), "each need more"),
     "blocks are flags": (
         lambda path: change_config(
             path, quantization_config={"quant_method": "fp8", "weight_block_size": [True, True]}
@@ -175,6 +175,10 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         "one entry for each of num_hidden_layers = 4",
     ),
     "a count is a word": (lambda path: change_config(path, decoder_sparse_step="1"), "expected a whole number"),
+    "layers that no model has": (
+        lambda path: change_config(path, num_nextn_predict_layers=10_000),
+        "num_hidden_layers = 4 and num_nextn_predict_layers = 10000 are 10004 layers; expected up to 1000",
+    ),
     "rotation is a word": (
         lambda path: change_config(path, rope_parameters="default"),
         "rotary embedding's settings are 'default'; expected an object",

@@ -1,7 +1,8 @@
 """What config.json means, the published numbers of tensors, and small twins; no torch."""
 
 import json
-from itertools import pairwise
+import math
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,18 @@ import pytest
 
 from megasao.config.load import load_config
 from megasao.families import families, family_of
-from megasao.families.facts import indexer_layers, is_moe_layer, rope, stage_problem
+from megasao.families.facts import (
+    EXPERT_KEYS,
+    expert_count,
+    expert_key,
+    indexer_layers,
+    is_moe_layer,
+    rope,
+    stage_problem,
+)
 from megasao.families.names import fp8_names
 from megasao.families.shrink import shrink
+from megasao.families.sizes import dimensions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = sorted(path.stem for path in (CONFIGS / "models").glob("*.json"))
@@ -92,12 +102,14 @@ def test_rotary_settings_are_found_in_every_spelling() -> None:
         ("glm_4_7", {"model_type": "gpt2"}, "'gpt2' is not supported; expected 'glm4_moe'"),
         ("glm_4_7", {"norm_topk_prob": False}, "norm_topk_prob = False"),
         ("glm_4_7", {"n_shared_experts": None}, "n_shared_experts = None"),
+        ("glm_4_7", {"n_shared_experts": 0}, "n_shared_experts = 0; .* a model without is not supported"),
+        ("glm_5_2", {"q_lora_rank": None}, "q_lora_rank = None; expected a whole .* a model without is not supported"),
         ("glm_5_2", {"attention_bias": True}, "attention_bias = True"),
         ("glm_5_2", {"indexer_types": ["shared"] * 78}, "first layer must have an indexer"),
         ("glm_5_2", {"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
         ("llama_3_2_3b", {"mlp_bias": True}, "mlp_bias = True"),
         ("llama_3_2_3b", {"num_hidden_layers": True}, "num_hidden_layers = True; expected a whole number above 0"),
-        ("llama_3_2_3b", {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000; expected at most"),
+        ("llama_3_2_3b", {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000; expected a whole"),
         ("llama_3_2_3b", {"num_key_value_heads": 7}, "num_attention_heads = 24 is not a multiple of num_key_value_h"),
         ("llama_3_2_3b", {"head_dim": None, "hidden_size": 3073}, "is not a multiple of num_attention_heads = 24, and"),
         ("llama_3_2_3b", {"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'; expected true or false"),
@@ -138,6 +150,62 @@ def test_what_a_family_does_not_support_is_refused(model: str, change: dict[str,
 def test_a_router_that_megatron_has_too_is_accepted(model: str, change: dict[str, Any]) -> None:
     hf_config = architecture(model) | change
     family_of(hf_config).check(hf_config)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_absurd_count_is_refused_before_anything_is_counted(model: str) -> None:
+    """Of every field that is a whole number; what is let through has as many tensors, of sizes that torch can have."""
+    hf_config = shrink(architecture(model))
+    integers = [key for key, value in hf_config.items() if type(value) is int and key != "rope_theta"]
+    let_through = set[str]()
+    for key in (*integers, *EXPERT_KEYS, "num_mtp_layers"):
+        for value in (10**5, 10**6, 10**9, 10**18):
+            absurd = hf_config | {key: value}
+            try:
+                family_of(absurd).check(absurd)
+            except ValueError as error:
+                assert f"{key} = {value}" in str(error) and "expected" in str(error), error
+            else:
+                let_through.add(key)
+                assert countable(absurd, 1000), (key, value)
+    assert let_through <= {
+        key
+        for key in integers
+        if key.endswith(("_size", "_dim", "_rank", "_embeddings", "_topk", "heads", "n_shared_experts"))
+    }
+    without_end = "num_hidden_layers" if family_of(hf_config).mtp is None else "num_nextn_predict_layers"
+    assert not countable(hf_config | {without_end: 10**9}, 1000), "negative control: what is refused goes on for hours"
+
+
+def countable(hf_config: dict[str, Any], most: int) -> bool:
+    """Whether it has so many rules of tensors, each with a number of elements that torch can have."""
+    family = family_of(hf_config)
+    rules = list(islice(chain(family.rules(hf_config, "actor"), family.mtp_rules(hf_config)), most + 1))
+    shapes = {shape for rule in rules for shape in rule.shapes}
+    return len(rules) <= most and all(math.prod(dimensions(shape, hf_config)) < 2**63 for shape in shapes)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bounds_hold_for_all_fields_together(model: str) -> None:
+    """Every size as large as it may be; then one layer, expert or number more."""
+    hf_config = shrink(architecture(model))
+    sizes = {key for key in hf_config if key.endswith(("_size", "_rank", "_heads", "_dim"))} - {"head_dim"}
+    largest = hf_config | dict.fromkeys(sizes, 10**6) | {"head_dim": 10_000}
+    family_of(largest).check(largest)
+    assert countable(largest, 1000)
+    experts = expert_count(hf_config)
+    deep = {"mlp_layer_types": None, "indexer_types": None, "num_nextn_predict_layers": 0}
+    deep |= {"num_hidden_layers": 1000, **({expert_key(hf_config): 100} if experts else {})}
+    family_of(hf_config).check(hf_config | deep)
+    more: list[dict[str, Any]] = [
+        {"num_hidden_layers": 1001},
+        {"num_nextn_predict_layers": 1},
+        {"hidden_size": 10**6 + 1},
+    ]
+    for change in (*more, *([{expert_key(hf_config): 101}] if experts else [])):
+        [(key, value)] = change.items()
+        with pytest.raises(ValueError, match=f"{key} = {value}.*expected"):
+            family_of(hf_config).check(hf_config | deep | change)
 
 
 def test_every_family_has_a_model_and_every_model_a_twin() -> None:

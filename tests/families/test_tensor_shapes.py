@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megasao.families import families
-from megasao.families.facts import EXPERT_KEYS, expert_count
+from megasao.families import families, family_of
+from megasao.families.facts import EXPERT_KEYS, expert_count, indexer_layers, is_moe_layer, rope
 from megasao.families.names import carried_names, hf_names, optional_names, shape_problem, shapes
 from megasao.families.sizes import dimensions, explanation
-from tests.megatron.tiny_families import SETTINGS
+from tests.megatron.tiny_families import ROPE, SETTINGS
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 ODD: dict[str, Any] = {
@@ -108,6 +108,61 @@ def test_every_shape_is_what_transformers_builds(case: str) -> None:
     assert built(hf_config) == expected(hf_config, hf_names(hf_config, "actor"))
 
 
+def meaning(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """All that follows from a config.json."""
+    family, layers = family_of(hf_config), range(hf_config["num_hidden_layers"])
+    turned = rope(hf_config)
+    return {
+        **family.megatron(hf_config),
+        **{key: hf_config.get(key) for key in ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings")},
+        "rope": (turned.kind, turned.theta, turned.fraction),
+        "layers": [is_moe_layer(hf_config, layer) for layer in layers],
+        "indexers": indexer_layers(hf_config) if family.attention == "sparse_latent" else [],
+        "shapes": expected(hf_config, hf_names(hf_config, "actor")),
+    }
+
+
+@pytest.mark.parametrize("family", families())
+def test_what_is_not_written_means_what_it_means_to_transformers(family: str) -> None:
+    """Of every setting, one at a time: as if what transformers takes for it were written, or else it is refused."""
+    from transformers import AutoConfig
+
+    own = family_of({"model_type": family})
+    written = {**SETTINGS[family], "num_attention_heads": 64, "num_key_value_heads": 64, "hidden_act": "silu"}
+    taken = set[str]()
+    for key in {*written, *own.defaults} - {"num_experts"}:  # without it a model is dense here, and refused by names
+        rest = {name: value for name, value in written.items() if name != key}
+        if key == "partial_rotary_factor":
+            rest["rope_parameters"] = ROPE
+        bare = {"model_type": family, **rest}
+        hf_config = own.completed(bare)
+        try:
+            own.check(hf_config)
+        except ValueError as error:
+            assert f"{key} is missing; expected a whole number above 0" in str(error)
+            continue
+        taken.add(key)
+        theirs = AutoConfig.for_model(family, **rest)
+        full = {**hf_config, "rope_parameters": theirs.rope_parameters}
+        full |= {key: getattr(theirs, key)} if hasattr(theirs, key) else {}
+        assert meaning(hf_config) == meaning(full), key
+        if key in own.defaults:
+            with pytest.raises((AssertionError, KeyError, ValueError)):  # control: as it is without the default
+                own.check(bare)
+                assert meaning(bare) == meaning(full)
+    assert {"num_key_value_heads", "rms_norm_eps", "hidden_act", *own.defaults} <= taken
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_null_groups_are_one_for_each_head(family: str) -> None:
+    from transformers import AutoConfig
+
+    own, written = family_of({"model_type": family}), {**SETTINGS[family], "num_key_value_heads": None}
+    hf_config = own.completed({"model_type": family, **written})
+    own.check(hf_config)
+    assert hf_config["num_key_value_heads"] == AutoConfig.for_model(family, **written).num_key_value_heads == 4
+
+
 @pytest.mark.parametrize("model", sorted(path.stem for path in MODELS.glob("*.json")))
 def test_published_models_have_the_shapes_that_transformers_builds(model: str) -> None:
     hf_config = json.loads((MODELS / f"{model}.json").read_text())
@@ -155,21 +210,21 @@ def test_a_dimension_that_is_wrong_in_every_layer_is_refused(case: str) -> None:
     """Each dimension of each tensor, one larger in every layer and expert: so no tensor differs from its like."""
     hf_config = config_of(case)
     right = {name: dimensions(shape, hf_config) for name, shape in shapes(hf_config).items()}
-    assert shape_problem(hf_config, right) is None
+    assert shape_problem(hf_config, right.items()) is None
     alike = defaultdict[str, list[str]](list)
     for name in right:
         alike[re.sub(r"\.\d+\.", ".N.", name)].append(name)
     for names in alike.values():
         for dimension in range(len(right[names[0]])):
             wrong = {name: with_one_more(right[name], dimension) for name in names}
-            problem = shape_problem(hf_config, right | wrong)
+            problem = shape_problem(hf_config, (right | wrong).items())
             assert problem is not None
             assert f"of shape {wrong[names[0]]}; expected {right[names[0]]}" in problem and names[0] in problem
         if len(right[names[0]]) == 2:
             rows, columns = right[names[0]]
             flat = {name: (rows * columns,) for name in names}
-            assert shape_problem(hf_config, right | flat)
-            assert rows == columns or shape_problem(hf_config, right | dict.fromkeys(names, (columns, rows)))
+            assert shape_problem(hf_config, (right | flat).items())
+            assert rows == columns or shape_problem(hf_config, (right | dict.fromkeys(names, (columns, rows))).items())
 
 
 def with_one_more(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:
@@ -192,13 +247,13 @@ def test_every_family_is_here_with_every_field_that_shapes_depend_on() -> None:
 def test_the_message_says_what_the_shape_follows_from() -> None:
     hf_config = config_of("qwen3_moe odd")
     name = "model.layers.1.self_attn.q_proj.weight"
-    assert shape_problem(hf_config, {name: (60, 49)}) == (
+    assert shape_problem(hf_config, [(name, (60, 49))]) == (
         f"has {name} of shape (60, 49); expected (60, 48) by its config.json: (num_attention_heads * head_dim, "
         "hidden_size), with num_attention_heads = 6, head_dim = 10, hidden_size = 48"
     )
     derived = {key: value for key, value in config_of("llama odd").items() if key != "head_dim"}
     assert "(num_key_value_heads * (hidden_size // num_attention_heads)" in (
-        shape_problem(derived | {"hidden_size": 60}, {"model.layers.0.self_attn.k_proj.weight": (31, 60)}) or ""
+        shape_problem(derived | {"hidden_size": 60}, [("model.layers.0.self_attn.k_proj.weight", (31, 60))]) or ""
     )
     for key in EXPERT_KEYS:
         spelled = {other: value for other, value in hf_config.items() if other not in EXPERT_KEYS} | {key: 5}

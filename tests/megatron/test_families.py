@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megasao.families import family_of
 from tests.megatron.tiny import random_sequences, read
 from tests.megatron.tiny_families import SETTINGS, VOCABULARY, write_tiny_family
 from tests.megatron.world import run_world
@@ -131,6 +132,46 @@ def test_logits_equal_transformers_and_round_trips_are_bit_exact(
         print(f"{family:<12} {layout:<20} log-probs within {found[0]:.1e}, logits {found[1]:.1e}")
         assert max(found) < 1e-5, (family, layout)
         assert wrong == [], (family, layout)
+
+
+UNWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({"num_key_value_heads": 4}, {"rms_norm_eps": 0.1}),
+    "qwen3": ({"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}, {"rms_norm_eps": 0.1}),
+    "qwen3_moe": ({"num_key_value_heads": 4}, {"rms_norm_eps": 0.1}),
+    "glm4_moe": ({"num_attention_heads": 8, "num_key_value_heads": 8}, {"partial_rotary_factor": 1.0}),
+    "glm_moe_dsa": ({}, {"routed_scaling_factor": 1.0}),
+}
+"""Sizes that are what transformers takes where none is written; and, as a control, a setting that is not."""
+KEPT = {"glm_moe_dsa": {"q_lora_rank", "num_key_value_heads", "rms_norm_eps"}}
+"""Of a size of the large model's; and see the tiny one's settings."""
+
+
+def without_settings(path: Path, family: str) -> None:
+    """Leave out of config.json what it may leave out."""
+    hf_config = json.loads((path / "config.json").read_text())
+    out = {"hidden_act", *family_of(hf_config).defaults} - KEPT.get(family, set())
+    hf_config["rope_parameters"].pop("partial_rotary_factor", None)
+    left = {key: value for key, value in hf_config.items() if key not in out}
+    (path / "config.json").write_text(json.dumps(left))
+
+
+def test_settings_that_are_not_written_are_those_of_transformers(tmp_path: Path) -> None:
+    jobs, expected = list[dict[str, Any]](), list[Outputs]()
+    for family, (sizes, other) in UNWRITTEN.items():
+        path = write_tiny_family(tmp_path / family, family, seed=SEEDS.get(family, 0), **sizes)
+        without_settings(path, family)
+        wrong = shutil.copytree(path, tmp_path / f"{family} wrong")
+        hf_config = json.loads((path / "config.json").read_text())
+        (wrong / "config.json").write_text(json.dumps(hf_config | other))
+        jobs += [{"path": str(each), "parallel": LAYOUTS["one"]} for each in (path, wrong)]
+        expected.append(reference(path))
+    found = run(jobs)
+    for family, theirs, (ours, _), (wrong_ours, _) in zip(UNWRITTEN, expected, found[::2], found[1::2], strict=True):
+        print(
+            f"{family:<12} within {max(off(ours, theirs)):.1e}, with another setting {min(off(wrong_ours, theirs)):.1e}"
+        )
+        assert max(off(ours, theirs)) < 1e-5, family
+        assert min(off(wrong_ours, theirs)) > 1e-2, family
 
 
 @pytest.mark.parametrize(("family", "layout"), [("qwen3_moe", "one"), ("glm4_moe", "TP2 SP"), ("llama", "PP2")])

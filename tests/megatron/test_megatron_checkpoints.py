@@ -105,9 +105,13 @@ def test_bad_checkpoints_are_refused_by_name(checkpoint: Path, tmp_path: Path) -
     config["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
     (scaled / "config.json").write_text(json.dumps(config))
     paths.append(str(scaled))
+    shutil.copytree(checkpoint, tmp_path / "deep")
+    config["rope_parameters"], config["num_nextn_predict_layers"] = {"rope_type": "default", "rope_theta": 1e4}, 10_000
+    (tmp_path / "deep" / "config.json").write_text(json.dumps(config))
+    paths.append(str(tmp_path / "deep"))
     payload = {"path": str(checkpoint), "paths": paths}
     [messages] = run_world(1, "tests.megatron.cases:load_errors", payload)
-    missing, renamed, extra, shape, groups, empty, absent, rope = messages
+    missing, renamed, extra, shape, groups, empty, absent, rope, deep = messages
     assert norm in missing
     assert f"{norm} (nearest: {norm}s)" in renamed
     assert "experts.8.gate_proj.weight (nearest: " in extra
@@ -116,6 +120,7 @@ def test_bad_checkpoints_are_refused_by_name(checkpoint: Path, tmp_path: Path) -
     assert "model.safetensors is missing" in empty
     assert "no config.json" in absent
     assert "yarn" in rope
+    assert "num_nextn_predict_layers = 10000 are 1000" in deep and "expected up to 1000" in deep
 
 
 @torch.no_grad()
@@ -167,21 +172,24 @@ def test_incomplete_training_checkpoints_are_refused(checkpoint: Path, tmp_path:
     saved = tmp_path / "saved"
     payload = {"path": str(checkpoint), "role": "critic", "directory": str(saved), "steps": 1, "more": 0}
     run_world(1, "tests.megatron.cases:save_trained", payload)
-    for name in ("unfinished", "partial", "foreign", "groups"):
+    names = ("unfinished", "partial", "foreign", "groups", "moment")
+    for name in names:
         shutil.copytree(saved, tmp_path / name)
     (tmp_path / "unfinished" / "manifest.json").unlink()
     (tmp_path / "partial" / "part-00000.safetensors").unlink()
     manifest = json.loads((saved / "manifest.json").read_text())
     (tmp_path / "foreign" / "manifest.json").write_text(json.dumps(manifest | {"role": "actor"}))
-    tensors = load_file(tmp_path / "groups" / "part-00000.safetensors")
+    tensors, gate = load_file(saved / "part-00000.safetensors"), "model.layers.0.mlp.experts.3.gate_proj.weight"
+    narrow = {f"exp_avg_sq:{gate}": tensors[f"exp_avg_sq:{gate}"][:, 1:].contiguous()}
     other_groups(tensors)
-    save_file(tensors, tmp_path / "groups" / "part-00000.safetensors")
-    write_sum(tmp_path / "groups" / "part-00000.safetensors")
-    directories = [str(tmp_path / name) for name in ("unfinished", "partial", "foreign", "groups")]
-    payload = {"path": str(checkpoint), "role": "critic", "directories": directories}
+    for name, changed in (("groups", tensors), ("moment", load_file(saved / "part-00000.safetensors") | narrow)):
+        save_file(changed, tmp_path / name / "part-00000.safetensors")
+        write_sum(tmp_path / name / "part-00000.safetensors")
+    payload = {"path": str(checkpoint), "role": "critic", "directories": [str(tmp_path / name) for name in names]}
     [messages] = run_world(1, "tests.megatron.cases:load_checkpoint_errors", payload)
-    unfinished, partial, foreign, groups = messages
+    unfinished, partial, foreign, groups, moment = messages
     assert "no manifest.json" in unfinished
     assert "part-00000.safetensors is missing" in partial
     assert "checkpoint of the actor, not of the critic" in foreign
     assert "layers.0.self_attn.k_proj.weight of shape (16, 64); expected (32, 64) by its config.json" in groups
+    assert f"{gate} of shape (48, 63); expected (48, 64) by its config.json" in moment

@@ -42,8 +42,7 @@ def load(payload: dict[str, Any]) -> Any:
         PayloadReader(client, identity=f"rank-{topology.rank}", keys=None, timeout_s=5.0),
     )
     try:
-        batch = source.load(manifest, 0)
-        assert batch is not None
+        batch = source.until_payload_is_had(0, lambda: source.load(source.next_manifest(0, 0) or manifest))
         return [trajectory.trajectory_id for row in batch.rows for trajectory in row.trajectories]
     except TimeoutError as error:
         return str(error)

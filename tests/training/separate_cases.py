@@ -244,13 +244,13 @@ class Loader:
     token_budget: int
     hold: Path | None
 
-    def attempt(self, manifest: Manifest) -> tuple[Batch, str]:
+    def load(self, manifest: Manifest) -> Batch:
         deadline = time.monotonic() + PATIENCE_S
         while self.hold is not None and self.hold.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         batch = batch_of(manifest.step, self.token_budget, self.topology)
         assert list(batch.entries) == manifest.entries
-        return batch, ""
+        return batch
 
     def close(self) -> None:
         """Nobody was asked."""

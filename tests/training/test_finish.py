@@ -10,6 +10,7 @@ from megasao.config.rollout import EvaluationConfig, ObservabilityConfig
 from megasao.config.rundir import RunDirectory
 from megasao.config.training import CheckpointConfig
 from megasao.training import loop
+from megasao.training import source as source_module
 from megasao.training.checkpoint import Progress
 from megasao.training.loop import Trainer
 from megasao.training.payload import PayloadUnreachable
@@ -63,6 +64,31 @@ def test_evaluations_that_do_not_end_are_named() -> None:
         trainer(0, Answers(["step-000003/greedy"]), [], 0.1).wait_for_evaluations()
 
 
+class Offered(BatchSource):
+    """These manifests in turn, or None to leave; a rollout host does not give the trajectory ``gone``.
+
+    Time passes only while it sleeps, and there is one rank. A step may be asked for again at 4 further moments.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, offered: list[Manifest | None]) -> None:
+        now = [100.0]
+        clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+        monkeypatch.setattr(source_module, "time", clock)
+        monkeypatch.setattr(source_module, "gather_counts", lambda value: [value])
+        config: Any = SimpleNamespace(loop=SimpleNamespace(batch_timeout_s=4 * source_module.ASK_AGAIN_S))
+        nobody: Any = SimpleNamespace(beat=lambda: None)
+        super().__init__(nobody, nobody, config, nobody, nobody)
+        self.offered = offered
+
+    def next_manifest(self, step: int, version: int) -> Manifest | None:
+        return self.offered.pop(0)
+
+    def load(self, manifest: Manifest) -> Any:
+        if any(entry.trajectory_id == "gone" for entry in manifest.entries):
+            raise PayloadUnreachable("payload at tcp://host:1: no")
+        return SimpleNamespace(tokens=5, entries=tuple(manifest.entries))
+
+
 class Killed(Trainer):
     """Dies in its checkpoint."""
 
@@ -71,17 +97,15 @@ class Killed(Trainer):
 
 
 def killed_in_step_1(
-    monkeypatch: pytest.MonkeyPatch, asked: list[ManifestEntry], loaded: list[ManifestEntry]
+    monkeypatch: pytest.MonkeyPatch, *offered: list[ManifestEntry]
 ) -> tuple[Killed, list[tuple[int, dict[str, Any]]]]:
-    """The trainer and the lines of a step whose manifest names ``asked`` and whose payload is that of ``loaded``."""
+    """The trainer and the lines of a step whose manifests are these, in turn, until its payload is had."""
     monkeypatch.setattr(loop, "sao_step", lambda *_, **__: StepResult({"critic/loss": 2.0}))
-    batch = SimpleNamespace(tokens=5, entries=tuple(loaded))
-    source = SimpleNamespace(next_manifest=lambda *_: Manifest(1, asked, {}), load=lambda *_: batch)
     lines: list[tuple[int, dict[str, Any]]] = []
     parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "client"))
     parts |= {
         "publishing": StreamPublishing(None),
-        "source": source,
+        "source": Offered(monkeypatch, [Manifest(1, entries, {}) for entries in offered]),
         "writer": SimpleNamespace(log=lambda *line: lines.append(line)),
         "topology": SimpleNamespace(rank=0),
         "config": SimpleNamespace(observability=ObservabilityConfig(examples_every=10), warmup_steps=9),
@@ -94,14 +118,13 @@ def killed_in_step_1(
 
 def test_a_step_killed_in_its_checkpoint_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint may be complete already: then nobody writes the line again."""
-    entries = [ManifestEntry("a", 5, 3, 0, 0, 1.0, False)]
-    _, [(step, line)] = killed_in_step_1(monkeypatch, entries, entries)
+    _, [(step, line)] = killed_in_step_1(monkeypatch, [ManifestEntry("a", 5, 3, 0, 0, 1.0, False)])
     assert (step, line["reward/mean"], line["critic/loss"]) == (1, 1.0, 2.0)
 
 
 def test_a_line_is_about_what_was_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that lost payload is assembled again while it is fetched, of other trajectories and maybe fewer."""
-    asked = [ManifestEntry("lost", 5, 3, 0, 0, 1.0), ManifestEntry("kept", 5, 3, 0, 0, 0.0)]
+    asked = [ManifestEntry("gone", 5, 3, 0, 0, 1.0), ManifestEntry("kept", 5, 3, 0, 0, 0.0)]
     trainer, [(_, line)] = killed_in_step_1(monkeypatch, asked, [asked[1]])
     assert (line["reward/mean"], line["data/trajectories"]) == (0.0, 1.0)
     assert trainer.progress.trained_trajectories == 1
@@ -111,46 +134,67 @@ class Lacked(Trainer):
     """Its critic, elsewhere, cannot have the payload of the trajectory ``lost``."""
 
     def learn(self, batch: Any, step: int) -> StepResult:
-        if "lost" in batch:
+        if any(entry.trajectory_id == "lost" for entry in batch.entries):
             raise PayloadUnreachable("the critic at tcp://there:1: nobody has it")
-        return StepResult({"trained": float(len(batch))})
+        return StepResult({"trained": float(len(batch.entries))})
 
 
-def learned(offered: list[list[str] | None], late: bool = False) -> tuple[Any, list[tuple[int, str]]]:
-    """What a step comes to that is offered these trajectories in turn, and why it was asked for again."""
-    again: list[tuple[int, str]] = []
+class BoundApart(Offered):
+    """A wrong one: payload of its own is asked for again within a bound of its own."""
 
-    def before_asking_again(step: int, problem: str, deadline: float) -> None:
-        again.append((step, problem))
-        if late:
-            raise TimeoutError(problem)
+    def load(self, manifest: Manifest) -> Any:
+        asked = iter([manifest])
 
-    def next_manifest(step: int, version: int) -> Manifest | None:
-        names = offered.pop(0)
-        return None if names is None else Manifest(step, [ManifestEntry(name, 1, 1, 0, 0, 1.0) for name in names], {})
+        def attempt() -> Any:
+            again = next(asked, None) or self.next_manifest(manifest.step, 0)
+            assert again is not None
+            return Offered.load(self, again)
 
-    def load(manifest: Manifest, version: int) -> list[str]:
-        return [entry.trajectory_id for entry in manifest.entries]
+        return self.until_payload_is_had(manifest.step, attempt)
 
+
+def learned(
+    monkeypatch: pytest.MonkeyPatch, offered: list[list[str] | None], source: type[Offered] = Offered
+) -> tuple[Any, int]:
+    """What a step comes to that is offered these trajectories in turn, and how often it was asked for."""
+    manifests = [
+        None if names is None else Manifest(4, [ManifestEntry(name, 1, 1, 0, 0, 1.0) for name in names], {})
+        for names in offered
+    ]
+    batches = source(monkeypatch, manifests)
     parts: dict[str, Any] = dict.fromkeys(("run", "actor", "critic", "estimator", "codec", "client", "publishing"))
-    source: Any = SimpleNamespace(
-        next_manifest=next_manifest, load=load, deadline=lambda: 1.0, before_asking_again=before_asking_again
-    )
     topology: Any = SimpleNamespace(rank=0)
-    trainer = Lacked(**parts, config=parts["run"], topology=topology, source=source, writer=None)
+    trainer = Lacked(**parts, config=batches.config, topology=topology, source=batches, writer=None)
     try:
-        return trainer.learn_next(4, 3, {}, show=False), again
+        came: Any = batches.until_payload_is_had(4, lambda: trainer.learn_next(4, 3, {}, show=False))
     except TimeoutError as error:
-        return error, again
+        came = str(error)
+    return came, len(offered) - len(manifests)
 
 
-def test_a_critic_that_lacks_payload_makes_the_step_anew() -> None:
-    (manifest, batch, _, result), again = learned([["lost", "a"], ["lost", "a"], ["a"]])
-    assert [entry.trajectory_id for entry in manifest.entries] == batch == ["a"] and result.metrics == {"trained": 1.0}
-    assert again == [(4, "the critic at tcp://there:1: nobody has it")] * 2
-    assert learned([["lost"], None])[0] is None, "asked to leave meanwhile"
-    error, _ = learned([["lost"], ["a"]], late=True)
-    assert "nobody has it" in str(error)
+def test_payload_that_is_lacked_makes_the_step_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    (manifest, batch, _, result), asked = learned(monkeypatch, [["lost", "a"], ["gone", "a"], ["lost", "a"], ["a"]])
+    assert [entry.trajectory_id for entry in manifest.entries] == ["a"] and asked == 4
+    assert list(batch.entries) == manifest.entries and result.metrics == {"trained": 1.0}
+    for lacked in ("lost", "gone"):
+        assert learned(monkeypatch, [[lacked], None]) == (None, 2), "asked to leave meanwhile"
+
+
+@pytest.mark.parametrize("first", range(5))
+@pytest.mark.parametrize(("one", "other"), [("gone", "lost"), ("lost", "gone")])
+def test_one_bound_holds_over_all_that_is_lacked(
+    monkeypatch: pytest.MonkeyPatch, one: str, other: str, first: int
+) -> None:
+    """Whoever could not have payload, and in whatever order: asked for once, and then for as long as the bound says."""
+    reason = {
+        "lost": "step 4: the critic at tcp://there:1: nobody has it",
+        "gone": "step 4: payload at tcp://host:1: no",
+    }
+    offered: list[list[str] | None] = [[one]] * first + [[other]] * 20
+    assert learned(monkeypatch, offered) == (reason[other], 5)
+    assert learned(monkeypatch, [[one], [other]] * 20) == (reason[one], 5)
+    _, asked = learned(monkeypatch, [["gone"]] * 4 + [["lost"]] * 20, BoundApart)
+    assert asked == 9, "a bound for each is longer than one for both"
 
 
 class Written:

@@ -26,7 +26,7 @@ from megasao.transport.endpoints import connect_dealer
 from megasao.transport.keys import CurveKeys
 from megasao.transport.messages import Refused
 from megasao.transport.values import (
-    Lacking,
+    CriticLacksPayload,
     Learned,
     LearnedRequest,
     Leave,
@@ -103,9 +103,9 @@ def test_a_step_is_asked_for_again_only_where_its_payload_was_lacking(
 ) -> None:
     first, again = Train(2, []), Train(2, [], attempt=1)
     assert ask(client, first) == Working() and service.next(60.0) == first
-    service.say(Lacking(2, 0, "nobody has it"))
+    service.say(CriticLacksPayload(2, 0, "nobody has it"))
     for _ in range(2):
-        assert ask(client, first) == Lacking(2, 0, "nobody has it"), "however often: that attempt is over"
+        assert ask(client, first) == CriticLacksPayload(2, 0, "nobody has it"), "however often: that attempt is over"
     assert [ask(client, again), ask(client, again)] == [Working()] * 2
     assert service.next(60.0) == again and service.next(0.0) is None
     service.say(Values(2, [], [], attempt=1))

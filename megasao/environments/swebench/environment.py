@@ -13,11 +13,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megasao.environments.base import (
     DemonstrationTurn,
-    Environment,
     Episode,
     Prompt,
     Split,
@@ -26,7 +24,7 @@ from megasao.environments.base import (
     shown_to_model,
 )
 from megasao.environments.edits import HOW, Block, find_block, replaced
-from megasao.environments.options import nearest, read_options, require_positive
+from megasao.environments.options import OptionsEnvironment, nearest, require_positive
 from megasao.environments.sandbox.bubblewrap import SandboxUnavailable
 from megasao.environments.sandbox.container import MAX_SCRIPT, Container
 from megasao.environments.sandbox.limits import SandboxLimits
@@ -171,14 +169,15 @@ class SwebenchEpisode(Episode):
         return shown_to_model(text, metrics, chat=self._options.chat)
 
 
-class SwebenchEnvironment(Environment):
+class SwebenchEnvironment(OptionsEnvironment[SwebenchOptions]):
     """Issues of repositories."""
 
     name = "swebench"
+    options_type = SwebenchOptions
 
     def __init__(self, options: SwebenchOptions, instances: Mapping[Split, Sequence[Instance]] | None = None) -> None:
         """ValueError for data that cannot be read, or where there is nothing to run it in."""
-        self.options = options
+        super().__init__(options)
         self._instances = _split(options) if instances is None else instances
         self._runtime = _runtime(options)
         self._limits = SandboxLimits(
@@ -192,16 +191,6 @@ class SwebenchEnvironment(Environment):
         if self._repositories is not None:
             for instance in (one for split in self._instances.values() for one in split):
                 find_repository(self._repositories, instance)
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "SwebenchEnvironment":
-        """The environment with these ``environment.options``; ValueError names a bad one."""
-        return cls(read_options(SwebenchOptions, options, owner=cls.name))
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The option ``stop``, or nothing: then the model's own end of turn."""
-        return (self.options.stop,) if self.options.stop else ()
 
     def size(self, split: Split) -> int:
         """How many instances."""

@@ -10,10 +10,11 @@ Invariants: a row that lacks something is refused by file and row; ids are uniqu
 import json
 import re
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megasao.environments.rows import Row, data_files, read_rows
+from megasao.environments.rows import Row, load_rows
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -42,19 +43,7 @@ class Instance:
 
 def load_instances(path: str | Path) -> list[Instance]:
     """All instances of a file or directory. ValueError says which file and row, and what was expected."""
-    found = [
-        to_instance(row, f"{file}, row {number}")
-        for file in data_files(Path(path))
-        for number, row in enumerate(read_rows(file))
-    ]
-    if not found:
-        raise ValueError(f"{path}: no rows")
-    seen: set[str] = set()
-    for instance in found:
-        if instance.instance_id in seen:
-            raise ValueError(f"{path}: two rows have the id {instance.instance_id!r}")
-        seen.add(instance.instance_id)
-    return found
+    return load_rows(path, lambda row, where, _: to_instance(row, where), attrgetter("instance_id"))
 
 
 def to_instance(row: Row, where: str) -> Instance:

@@ -49,7 +49,7 @@ def read_part(files: TensorFiles, name: str, local: LocalParameter) -> Tensor:
 
 def check_tensors(model: "MegatronModel", files: TensorFiles, path: Path) -> None:
     """Refuse a checkpoint whose tensors are not exactly those of the model, or whose shapes are others."""
-    shapes = {info.name: info.shape for info in files.infos()}
+    shapes = ((info.name, info.shape) for info in files.infos())
     problem = name_problem(model.hf_config, model.role, files.names()) or shape_problem(model.hf_config, shapes)
     if problem is not None:
         raise ValueError(f"{path} {problem}")
