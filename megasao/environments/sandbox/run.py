@@ -3,8 +3,8 @@
 Invariants:
 - a command ends in bounded time, and nothing of it runs on afterwards;
 - a command that a limit stopped leaves the workspace as it was before it;
-- output beyond the limit is dropped, not kept; a failure of the sandbox itself is an EnvironmentFailure, and nothing that
-  a command does, says or leaves behind is taken for one.
+- output beyond the limit is dropped, not kept;
+- a failure of the sandbox itself is an EnvironmentFailure; nothing that a command does, says or leaves is one.
 """
 
 import asyncio

@@ -31,13 +31,11 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 
 def unpack(workspace: bytes) -> dict[str, bytes]:
     """The regular files of a workspace, up to where it is damaged. ValueError if it is no archive."""
+    if not is_workspace(workspace):
+        raise ValueError("workspace: not an archive")
     found: dict[str, bytes] = {}
-    try:
-        archive = tarfile.open(fileobj=io.BytesIO(workspace), mode="r:")
-    except tarfile.TarError as error:
-        raise ValueError(f"workspace: not an archive: {error}") from error
     # What a command left running may have ended the program that packs it.
-    with archive, contextlib.suppress(tarfile.TarError):
+    with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=io.BytesIO(workspace), mode="r:") as archive:
         for entry in archive:
             name = str(PurePosixPath(entry.name))
             if entry.isreg() and is_inside(name):
