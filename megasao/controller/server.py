@@ -129,6 +129,11 @@ class ControllerServer:
         """Leave ``run`` at the next tick; for signal handlers."""
         self._stopped = True
 
+    @property
+    def was_stopped(self) -> bool:
+        """Whether ``stop`` ended it, and not the end of the run."""
+        return self._stopped
+
     def close(self) -> None:
         """Close socket and files."""
         self._socket.close()
