@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from megasao.storage.atomic import sync
+from megasao.storage.atomic import append_durably, sync
 from megasao.trajectories.buffer import Summary
 
 
@@ -116,10 +116,7 @@ class Ledger:
         """Write all of ``records`` with one fsync."""
         if not records:
             return
-        data = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
-        while data:
-            data = data[self._file.write(data) :]
-        os.fsync(self._file.fileno())
+        append_durably(self._file, b"".join(msgspec.json.encode(record) + b"\n" for record in records))
 
     def close(self) -> None:
         """Close the file."""
