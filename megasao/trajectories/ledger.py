@@ -38,12 +38,14 @@ class HostedAt(msgspec.Struct, tag=True, frozen=True):
 class Batch(msgspec.Struct, tag=True, frozen=True):
     """The trajectories of a training step, in order; assembled for weight ``version``.
 
-    A later record of the same step replaces an earlier one: of that, payload was lost with its host.
+    A later record of the same step replaces an earlier one: of that, payload was lost with its host. ``tasks`` says how
+    many are of each, for when the trajectories themselves are deleted.
     """
 
     step: int
     version: int
     trajectory_ids: list[str]
+    tasks: dict[str, int] = {}
 
 
 class Dropped(msgspec.Struct, tag=True, frozen=True):

@@ -189,6 +189,25 @@ def test_the_same_prompt_gets_the_same_seed_and_others_do_not():
     assert len(set(seeds)) == 5 and all(0 <= seed < 2**31 for seed in seeds)
 
 
+def test_accept_rates_are_of_the_whole_run_also_when_its_trajectories_are_deleted():
+    config = make_config(loop={"batch_size": 2, "max_lag": 1}, checkpoint={"keep": 1})
+    state = ready(config)
+    leases = granted(state, 0.0)  # two of each task
+    for lease in leases:
+        deliver(state, lease)
+    for step in (0, 1):
+        assert isinstance(state.request_batch(step, 0, 0.0), Manifest)
+    state.checkpointed(2)
+    state.batches.forget([lease.lease_id for lease in leases])
+    stale = granted(state, 0.0)[0]
+    deliver(state, stale)
+    state.request_batch(2, 5, 0.0)
+    rates = state.batches.accept_rates()
+    assert rates == {"task0": 1.0, "task1": 1.0, stale.task: 2 / 3}
+    again = make_state(config, records=state.take_records())
+    assert again.batches.accept_rates() == rates
+
+
 FULL = """
 import resource, signal, sys
 from pathlib import Path
