@@ -280,8 +280,8 @@ def test_leases_that_left_while_a_connection_was_gone_are_given_again(run):
         with worker_of(run) as worker:
             worker.hello(free=4)
         ask(client, BatchRequest(0, 0))  # what is leased now reaches nobody
-        while "leased" not in server.state.counters:
-            ask(client, StatusRequest())
+        while not {"leased", "workers_lost"} & ask(client, StatusRequest()).counters.keys():
+            pass  # given up before it was leased anything: a slow machine
         with worker_of(run) as worker:
 
             def arrived():
