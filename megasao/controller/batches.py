@@ -10,6 +10,7 @@ Invariants:
 """
 
 import math
+from collections import Counter
 
 from megasao.controller.groups import GroupBook
 from megasao.controller.hosts import HostBook
@@ -41,14 +42,14 @@ class BatchBook:
         self.max_lag = max_lag
         self.dropped: dict[tuple[str, str], int] = {}
         """Counts by (reason, task), over the whole run."""
-        self.consumed: dict[str, int] = {}
-        """Trajectories that were handed out, by task, as far as they are still in the journal."""
         self.most_stale = math.floor(max_stale_share * batch_size)
         """Most trajectories of a batch that may begin with older weights."""
         self._died: list[str] = []
         self._keep_checkpoints = keep_checkpoints
         self._next_step = 0
         self._batches: dict[int, Batch] = {}
+        self._tasks: dict[int, Counter[str]] = {}
+        self._used: Counter[str] = Counter()
         self._dissolved: set[int] = set()
         self._summaries: dict[str, Summary] = {}
         self._consumed_at: dict[str, int] = {}
@@ -73,6 +74,11 @@ class BatchBook:
         """No checkpoint that is kept needs the batch of an earlier step than this."""
         kept = self._checkpoints[-self._keep_checkpoints :]
         return min(kept) if len(kept) == self._keep_checkpoints else 0
+
+    @property
+    def consumed(self) -> dict[str, int]:
+        """Trajectories that were handed out, by task, over the whole run."""
+        return {task: number for task, number in self._used.items() if number}
 
     # recovery
 
@@ -99,8 +105,8 @@ class BatchBook:
         consumed_at = self._consumed_at.get(name)
         if consumed_at is None:
             self.buffer.add(summary)
-        elif consumed_at >= 0:
-            self.consumed[summary.task] = self.consumed.get(summary.task, 0) + 1
+        elif consumed_at >= 0 and not self._batches[consumed_at].tasks:  # a ledger of before it had them
+            self._count(consumed_at, self._tasks[consumed_at] + Counter([summary.task]))
         self._summaries[name] = summary
 
     def request(self, step: int, version: int, records: list[Record]) -> list[Summary] | None:
@@ -135,11 +141,10 @@ class BatchBook:
             self.buffer.remove(assembly.passed_over)
             self._drop(assembly.passed_over, "stale_share", step, version, records)
             return None
-        batch = Batch(step, version, [summary.trajectory_id for summary in assembly.chosen])
+        tasks = Counter(summary.task for summary in assembly.chosen)
+        batch = Batch(step, version, [summary.trajectory_id for summary in assembly.chosen], dict(tasks))
         self._take_batch(batch)
         records.append(batch)
-        for summary in assembly.chosen:
-            self.consumed[summary.task] = self.consumed.get(summary.task, 0) + 1
         return assembly.chosen
 
     def lose_payload(self, trajectory_ids: list[str], version: int, records: list[Record]) -> None:
@@ -175,9 +180,9 @@ class BatchBook:
         lost: dict[str, int] = {}
         for (_, task), number in self.dropped.items():
             lost[task] = lost.get(task, 0) + number
-        tasks = sorted(lost.keys() | self.consumed.keys())
-        used = {task: self.consumed.get(task, 0) for task in tasks}
-        return {task: used[task] / (used[task] + lost.get(task, 0)) for task in tasks}
+        used = self.consumed
+        tasks = sorted(lost.keys() | used.keys())
+        return {task: used.get(task, 0) / (used.get(task, 0) + lost.get(task, 0)) for task in tasks}
 
     def may_forget(self, trajectory_id: str) -> bool:
         """Whether nobody will ask for this trajectory's payload again."""
@@ -191,6 +196,7 @@ class BatchBook:
         for step, batch in list(self._batches.items()):
             if step < self.horizon and not any(name in self._summaries for name in batch.trajectory_ids):
                 del self._batches[step]
+                del self._tasks[step]
 
     def _deleted(self, step: int) -> ValueError:
         return ValueError(
@@ -216,9 +222,9 @@ class BatchBook:
         if any(name not in self._summaries for name in held):
             self._replay(batch, version)  # an old step, whose trajectories were deleted: it says so
         self._dissolved.add(batch.step)
+        self._count(batch.step, Counter())
         for summary in [self._summaries[name] for name in held]:
             del self._consumed_at[summary.trajectory_id]
-            self.consumed[summary.task] -= 1
             self.buffer.add(summary)
         gone = [self._summaries[name] for name in held if name in lost]
         self.buffer.remove(gone)
@@ -243,9 +249,16 @@ class BatchBook:
             if self._consumed_at.get(name) == batch.step:
                 del self._consumed_at[name]
         self._batches[batch.step] = batch
+        self._count(batch.step, Counter(batch.tasks))
         self._next_step = max(self._next_step, batch.step + 1)
         for name in batch.trajectory_ids:
             self._consumed_at[name] = batch.step
+
+    def _count(self, step: int, tasks: Counter[str]) -> None:
+        """The trajectories of ``step`` are of these tasks, whatever was counted for it before."""
+        self._used.subtract(self._tasks.get(step, ()))
+        self._used.update(tasks)
+        self._tasks[step] = tasks
 
     def _drop(self, summaries: list[Summary], reason: str, step: int, version: int, records: list[Record]) -> None:
         """These have left the buffer and will not be trained on; groups that die of it follow."""

@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import sys
 
 from megasao.config import Config
 from megasao.config.rundir import RunDirectory
@@ -18,7 +19,11 @@ LOCK_WAIT_S = 10.0
 
 
 def run(run: RunDirectory, config: Config) -> None:
-    """Serve the run until its trainer says that it is finished, or SIGTERM. Continues from what is on disk."""
+    """Serve the run until its trainer says that it is finished. Continues from what is on disk.
+
+    SIGTERM ends it too, with that exit status: whoever sent it, the run is not finished, and a launcher that goes on
+    must not take this for a controller that ended on purpose.
+    """
     keys = keys_of(run, config)
     environment = make_environment(config.environment)
     opened = Opened(run, lock_wait_s=LOCK_WAIT_S)
@@ -38,3 +43,5 @@ def run(run: RunDirectory, config: Config) -> None:
         server.run()
     finally:
         server.close()
+    if server.was_stopped:
+        sys.exit(128 + signal.SIGTERM)

@@ -6,7 +6,6 @@ Invariants:
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +18,7 @@ from megasao.controller.state import ControllerState
 from megasao.environments.base import Environment
 from megasao.environments.benchmarks.background import BackgroundBenchmark
 from megasao.observability.jsonl import parse_lines
+from megasao.storage.atomic import append_durably
 from megasao.trajectories.buffer import Summary, summarise
 from megasao.trajectories.journal import SEGMENT_BYTES, Journal
 from megasao.trajectories.ledger import Ledger
@@ -39,8 +39,7 @@ class EvaluationsFile:
 
     def append(self, line: dict[str, Any]) -> None:
         """Add one evaluation."""
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        os.fsync(self._file.fileno())
+        append_durably(self._file, json.dumps(line, allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
         """Close the file."""

@@ -129,6 +129,11 @@ class ControllerServer:
         """Leave ``run`` at the next tick; for signal handlers."""
         self._stopped = True
 
+    @property
+    def was_stopped(self) -> bool:
+        """Whether ``stop`` ended it, and not the end of the run."""
+        return self._stopped
+
     def close(self) -> None:
         """Close socket and files."""
         self._socket.close()
@@ -187,7 +192,8 @@ class ControllerServer:
                 self.state.workers.reported(peer, message.stats, now)
                 self._servers.uses(peer.decode(errors="replace"), message.servers)
                 known = self.state.workers.has_greeted(peer)
-                self._answer(peer, self._welcome([], peer, now) if known else Refused(SAY_HELLO))
+                lost = self.state.take_back_lost(peer, message.active_leases, now) if known else []
+                self._answer(peer, self._welcome(lost, peer, now) if known else Refused(SAY_HELLO))
             case Trajectories():
                 refused = self._intake.take(message, payload)
                 self._answer(peer, Ack(message.seq, refused))

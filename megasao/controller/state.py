@@ -165,6 +165,19 @@ class ControllerState:
         worker.evaluation_free = max(0, evaluation_free)
         return known
 
+    def take_back_lost(self, peer: bytes, active: list[str] | None, now: float) -> list[str]:
+        """A sign of life from a worker that works on ``active``: the leases that were on their way to it when its
+        connection was lost come back, and are returned. A lease counts as on its way for ``transport.dead_after_s``."""
+        if active is None:
+            return []
+        on_the_way_s, named = self.config.transport.dead_after_s, set(active)
+        newest = now + self.config.buffer.lease_timeout_s - on_the_way_s
+        held = self.leases.of_peer(peer)
+        lost = [each.lease_id for each in held if each.lease_id not in named and each.expires < newest]
+        for lease_id in lost:
+            self._end(lease_id, "returned/forgotten")
+        return lost
+
     def lose(self, peer: bytes) -> None:
         """A peer no longer takes part; if it was a worker, its leases come back."""
         if peer in self.workers:

@@ -3,6 +3,7 @@ r"""Finding the final answer in a model's text, by a rule that the task names. P
 Invariants:
 - only the text after the last ``</think>`` counts, and the last answer in it;
 - the answer of ``boxed`` has balanced braces; an answer that was begun and not closed is none;
+- the token that ends the model's turn, which may follow at once, is no part of an answer;
 - an empty answer, or one longer than ``MAX_ANSWER`` characters, is none.
 """
 
@@ -15,6 +16,8 @@ MAX_ANSWER = 2000
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _NUMBER = re.compile(r"-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?|-?\$?\.\d+")
 _NUMBER_WINDOW = 4096
+_END_OF_TURN = re.compile(r"(?:<[^<>\s]+>\s*)+$")
+"""As models write it: ``<|im_end|>``, ``</s>``, ``<end_of_turn>``; one or several."""
 
 
 def find_answer(text: str, rule: str) -> str | None:
@@ -55,7 +58,8 @@ def last_tagged(text: str, tag: str = "answer") -> str | None:
 def after_hashes(text: str) -> str | None:
     """The rest of the line after the last ``####``, as in the solutions of GSM8K."""
     _, hashes, rest = text.rpartition("####")
-    return rest.strip().partition("\n")[0] if hashes else None
+    line = rest.strip().partition("\n")[0]
+    return (_END_OF_TURN.sub("", line) or line) if hashes else None
 
 
 def last_number(text: str) -> str | None:

@@ -13,9 +13,10 @@ Invariants:
 
 import random
 import secrets
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from megasao.environments.base import DemonstrationTurn, Episode, Prompt, Split, StepResult, shown_to_model
 from megasao.environments.code_demonstrator import DONE, Habits, demonstrate
@@ -25,10 +26,11 @@ from megasao.environments.edits import HOW, Block, find_block, replaced
 from megasao.environments.options import OptionsEnvironment, nearest, require_positive
 from megasao.environments.python_tool import INTERPRETER, require_interpreter
 from megasao.environments.sandbox.contained import check_choice, chosen_sandbox
+from megasao.environments.sandbox.container import MAX_SCRIPT
 from megasao.environments.sandbox.limits import SandboxLimits
 from megasao.environments.sandbox.run import Sandbox
 from megasao.environments.sandbox.shown import shown
-from megasao.environments.sandbox.workspace import is_inside, pack, unpack
+from megasao.environments.sandbox.workspace import in_the_way, is_inside, pack, unpack, with_files
 from megasao.environments.splits import split_of, text_hash
 
 NOTE = f"You mend a small Python repository, in the current directory. {HOW}\n"
@@ -38,6 +40,9 @@ HELD_OUT = 4
 
 TRIES = 1000
 """Draws of names until some must have come that belong to the split: there is one in eight on average."""
+
+LONGEST_COMMAND = MAX_SCRIPT - 1000
+"""Bytes of a command, with what sets it off for a shell: a container's script is this and where it runs."""
 
 _RUNNER = "run_hidden_tests.py"
 _RUN = """import sys, unittest
@@ -117,7 +122,10 @@ class CodeAgentEpisode(Episode):
         return self._answer(error or DONE, {"edits": 1.0, "edit_errors": float(error is not None)})
 
     async def _command(self, text: str) -> StepResult:
-        outcome = await self._sandbox.run(["/bin/sh", "-c", text], self.workspace)
+        command = ["/bin/sh", "-c", text.replace("\0", "")]
+        if len(shlex.join(command).encode()) > LONGEST_COMMAND:
+            return self._answer("error: the command is too long", {"commands": 1.0, "command_errors": 1.0})
+        outcome = await self._sandbox.run(command, self.workspace)
         self.workspace = outcome.workspace
         return self._answer(
             shown(outcome, self._options.output),
@@ -134,6 +142,8 @@ class CodeAgentEpisode(Episode):
             if path not in files:
                 return f"error: there is no file {path}"
             text, error = replaced(files[path].decode(errors="replace"), text, path)
+        elif in_the_way(path := str(PurePosixPath(path)), files.keys() - {path}):
+            return f"error: {path} is a directory, or in one that is a file"
         if error is None:
             self.workspace = pack({**files, path: text.encode()})
         return error
@@ -149,7 +159,7 @@ async def hidden_tests_pass(task: CodeTask, workspace: bytes, sandbox: Sandbox) 
     it could still forge it.
     """
     tests = {name: text.encode() for name, text in task.tests.items()}
-    files = {**unpack(workspace), **tests, _RUNNER: _RUN.encode()}
+    files = with_files(unpack(workspace), {**tests, _RUNNER: _RUN.encode()})
     word = secrets.token_hex(16)
     modules = [name.removesuffix(".py").replace("/", ".") for name in task.tests]
     outcome = await sandbox.run([INTERPRETER, "-I", _RUNNER, word, *modules], pack(files))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megasao.environments.sandbox.run import Sandbox
 from megasao.environments.sandbox.shown import shown
-from megasao.environments.sandbox.workspace import pack, unpack
+from megasao.environments.sandbox.workspace import pack, unpack, with_files
 
 INTERPRETER = "/usr/bin/python3"
 PROGRAM = "main.py"
@@ -48,6 +48,6 @@ class PythonTool:
     async def run(self, code: str) -> tuple[str, bool]:
         """What the model is shown, and whether the program ended well. EnvironmentFailure if the sandbox breaks."""
         there = unpack(self.files) if self.files is not None else {}
-        outcome = await self.sandbox.run([INTERPRETER, PROGRAM], pack({**there, PROGRAM: code.encode()}))
+        outcome = await self.sandbox.run([INTERPRETER, PROGRAM], pack(with_files(there, {PROGRAM: code.encode()})))
         self.files = outcome.workspace
         return shown(outcome, self.shown_characters), outcome.exit_code == 0

@@ -91,6 +91,7 @@ def _prepare(config: Config, subject: Subject, benchmark: Benchmark, out: Path, 
         template=benchmark.template,
         answer=benchmark.answer,
         seed=config.run.seed,
+        template_variables=config.environment.template_variables if settings.chat else {},
     )
     directory = ResultDirectory(out / benchmark.name)
     directory.begin(manifest)
@@ -98,7 +99,7 @@ def _prepare(config: Config, subject: Subject, benchmark: Benchmark, out: Path, 
 
 
 async def _evaluate(config: Config, subject: Subject, tasks: list[Task], say: Say) -> None:
-    codec = TokenizerCodec.from_directory(subject.checkpoint)
+    codec = TokenizerCodec.from_directory(subject.checkpoint, config.environment.template_variables)
     try:
         async with measuring_engine(config, subject.checkpoint) as engine:
             for task in tasks:

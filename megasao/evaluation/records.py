@@ -9,7 +9,7 @@ Invariants:
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ class Manifest:
     template: str
     answer: str
     seed: int
+    template_variables: dict[str, Any] = field(default_factory=dict)
+    """Of the chat template, where there is one."""
 
 
 class ResultDirectory:

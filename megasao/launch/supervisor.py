@@ -11,11 +11,11 @@ Invariants:
 - every stop is bounded: ask, wait, SIGTERM, wait, SIGKILL.
 """
 
+import queue
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Literal
@@ -93,18 +93,19 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.wake = threading.Event()
+        # An Event has a lock: a signal that comes while ``sleep`` holds it would wait for itself for ever.
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.count = 0
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Signal handler."""
         self.count += 1
-        self.wake.set()
+        self._wake.put(None)
 
     def sleep(self, seconds: float) -> None:
         """Sleep, but no longer than until the next signal."""
-        self.wake.wait(seconds)
-        self.wake.clear()
+        with suppress(queue.Empty):
+            self._wake.get(timeout=seconds)
 
     @contextmanager
     def installed(self) -> Iterator["StopSignals"]:

@@ -16,7 +16,8 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -74,6 +75,7 @@ class Fleet(Engine):
         fp8: bool = False,
     ) -> None:
         self._replicas: dict[str, Replica] = {}
+        self._busy_before = 0.0
         for engine in engines:
             self._take_in(engine)
         self._staging_path, self._path, self._fp8 = staging, path, fp8
@@ -267,8 +269,9 @@ class Fleet(Engine):
         for attempt in itertools.count():
             try:
                 await self._join(replica)
-                logger.info("%s is used again", replica.url)
-                return
+                if replica.usable:  # a request that it had before may have lost it once more meanwhile
+                    logger.info("%s is used again", replica.url)
+                    return
             except EngineError as error:
                 logger.warning("%s is not back: %s", replica.url, error)
             await back_off(attempt)
@@ -293,14 +296,16 @@ class Fleet(Engine):
             await engine.start()
             await self._join(self._take_in(engine))
         except BaseException:
-            self._replicas.pop(engine.url, None)
+            with self._same_busy_seconds():
+                self._replicas.pop(engine.url, None)
             await engine.close()
             raise
 
     def _take_in(self, engine: SGLangEngine) -> Replica:
         if engine.router is not None:
             engine.siblings = lambda: [replica.engine for replica in self._replicas.values()]
-        replica = self._replicas[engine.url] = Replica(engine)
+        with self._same_busy_seconds():
+            replica = self._replicas[engine.url] = Replica(engine)
         return replica
 
     async def drain(self, url: str) -> None:
@@ -313,7 +318,8 @@ class Fleet(Engine):
         """Drain a server and let go of it."""
         replica = self._find(url)
         await self.drain(url)
-        del self._replicas[url]
+        with self._same_busy_seconds():
+            del self._replicas[url]
         for name, value in replica.engine.stats().items():
             self._gone[name] = self._gone.get(name, 0.0) + value
         await self._let_go(replica)
@@ -372,13 +378,24 @@ class Fleet(Engine):
         await replica.engine.close()
 
     def stats(self) -> dict[str, float]:
-        """Totals over all servers that were ever in the fleet; ``busy_seconds`` is the mean over those that are."""
+        """Totals over all servers that were ever in the fleet; ``busy_seconds`` grows as the mean of those that are."""
         totals = dict(self._gone)
         for replica in self._replicas.values():
             for name, value in replica.engine.stats().items():
                 totals[name] = totals.get(name, 0.0) + value
-        totals["busy_seconds"] = totals.get("busy_seconds", 0.0) / max(1, len(self._replicas))
+        totals["busy_seconds"] = self._busy_before + self._mean_busy_seconds()
         return {**totals, "lost_servers": float(self._lost), "continued_requests": float(self._continued)}
+
+    def _mean_busy_seconds(self) -> float:
+        busy = [replica.engine.stats()["busy_seconds"] for replica in self._replicas.values()]
+        return sum(busy) / max(1, len(busy))
+
+    @contextmanager
+    def _same_busy_seconds(self) -> Iterator[None]:
+        """A server that comes or goes inside changes the mean, and not the total."""
+        before = self._mean_busy_seconds()
+        yield
+        self._busy_before += before - self._mean_busy_seconds()
 
 
 async def back_off(attempt: int) -> None:

@@ -210,8 +210,7 @@ class RolloutService:
         self._lifesign.beat()
         if len(self._engine_errors) >= MAX_ENGINE_ERRORS:
             raise EngineError(f"{MAX_ENGINE_ERRORS} engine errors in a row, the last: {self._engine_errors[-1]}")
-        active = [*self._episodes, *(t.trajectory_id for t in self._finished), *self._link.outbox.lease_ids()]
-        await self._link.keep_alive(active)
+        await self._link.keep_alive(self._active())
         if self._finished:
             finished = list(self._finished)  # more may be added while these are written
             if self._payload is None:
@@ -226,6 +225,10 @@ class RolloutService:
                 await self._link.send(WorkerLacksPayload(lacking))
             await self._heartbeat()
             await self._offer()
+
+    def _active(self) -> list[str]:
+        """Leases whose result the controller may still expect."""
+        return [*self._episodes, *(t.trajectory_id for t in self._finished), *self._link.outbox.lease_ids()]
 
     def _ship(self, trajectories: list[Trajectory]) -> None:
         names = [trajectory.trajectory_id for trajectory in trajectories]
@@ -289,7 +292,8 @@ class RolloutService:
             return
         self._last_heartbeat = now
         self._last_credit = None
-        await self._link.send(Heartbeat(self.stats(), self._members.urls if self._members is not None else []))
+        servers = self._members.urls if self._members is not None else []
+        await self._link.send(Heartbeat(self.stats(), servers, self._active()))
 
     def stats(self) -> dict[str, float]:
         """Totals of this process, and the gauges ``active``, ``unacknowledged`` and ``weight_version``."""

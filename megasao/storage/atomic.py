@@ -1,8 +1,9 @@
-"""Directories that appear at once, and survive a crash."""
+"""Directories that appear at once, and what survives a crash."""
 
 import os
 import shutil
 from pathlib import Path
+from typing import BinaryIO
 
 
 def sync(path: Path) -> None:
@@ -12,6 +13,13 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def append_durably(file: BinaryIO, data: bytes) -> None:
+    """Write all of ``data`` to an unbuffered file, which may take it in parts, and fsync it. OSError."""
+    while data:
+        data = data[file.write(data) :]
+    os.fsync(file.fileno())
 
 
 def replace_directory(temporary: Path, final: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from megasao.storage.atomic import sync
+from megasao.storage.atomic import append_durably, sync
 from megasao.trajectories.buffer import Summary
 
 
@@ -38,12 +38,14 @@ class HostedAt(msgspec.Struct, tag=True, frozen=True):
 class Batch(msgspec.Struct, tag=True, frozen=True):
     """The trajectories of a training step, in order; assembled for weight ``version``.
 
-    A later record of the same step replaces an earlier one: of that, payload was lost with its host.
+    A later record of the same step replaces an earlier one: of that, payload was lost with its host. ``tasks`` says how
+    many are of each, for when the trajectories themselves are deleted.
     """
 
     step: int
     version: int
     trajectory_ids: list[str]
+    tasks: dict[str, int] = {}
 
 
 class Dropped(msgspec.Struct, tag=True, frozen=True):
@@ -116,10 +118,7 @@ class Ledger:
         """Write all of ``records`` with one fsync."""
         if not records:
             return
-        data = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
-        while data:
-            data = data[self._file.write(data) :]
-        os.fsync(self._file.fileno())
+        append_durably(self._file, b"".join(msgspec.json.encode(record) + b"\n" for record in records))
 
     def close(self) -> None:
         """Close the file."""

@@ -117,11 +117,13 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Sign of life with counters of this worker (monotone totals, or gauges named so).
 
-    ``servers``: addresses of the SGLang servers that its rollouts use.
+    ``servers``: addresses of the SGLang servers that its rollouts use. ``active_leases``: those that it works on, or
+    whose result is not acknowledged yet; None says nothing of them.
     """
 
     stats: dict[str, float]
     servers: list[str] = []
+    active_leases: list[str] | None = None
 
 
 # controller -> worker

@@ -1,5 +1,8 @@
 """What a restart of the trainer or of the controller leaves as it was, and the names of leases."""
 
+import subprocess
+import sys
+
 import pytest
 from controller_support import (
     ONE,
@@ -20,6 +23,7 @@ from hypothesis import strategies as st
 from megasao.controller.leases import Key, make_lease_id, parse_lease_id
 from megasao.controller.lessor import episode_seed
 from megasao.controller.prompts import IndexSet
+from megasao.controller.recovery import EvaluationsFile
 from megasao.trajectories.buffer import summarise
 from megasao.trajectories.ledger import Started
 from megasao.trajectories.schema import to_batch
@@ -183,3 +187,47 @@ def test_the_same_prompt_gets_the_same_seed_and_others_do_not():
     others = [Key("step-000001/sampled", 5), Key("train", 5), Key("step-000001/greedy", 6)]
     seeds = [episode_seed(0, key) for key in (greedy, *others)] + [episode_seed(1, greedy)]
     assert len(set(seeds)) == 5 and all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_accept_rates_are_of_the_whole_run_also_when_its_trajectories_are_deleted():
+    config = make_config(loop={"batch_size": 2, "max_lag": 1}, checkpoint={"keep": 1})
+    state = ready(config)
+    leases = granted(state, 0.0)  # two of each task
+    for lease in leases:
+        deliver(state, lease)
+    for step in (0, 1):
+        assert isinstance(state.request_batch(step, 0, 0.0), Manifest)
+    state.checkpointed(2)
+    state.batches.forget([lease.lease_id for lease in leases])
+    stale = granted(state, 0.0)[0]
+    deliver(state, stale)
+    state.request_batch(2, 5, 0.0)
+    rates = state.batches.accept_rates()
+    assert rates == {"task0": 1.0, "task1": 1.0, stale.task: 2 / 3}
+    again = make_state(config, records=state.take_records())
+    assert again.batches.accept_rates() == rates
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from megasao.controller.recovery import EvaluationsFile
+from megasao.trajectories.ledger import GaveUp, Ledger
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+directory = Path(sys.argv[1])
+ledger, evaluations = Ledger.open(directory / "ledger.jsonl"), EvaluationsFile(directory / "evaluations.jsonl")
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+for append in (lambda: ledger.append([GaveUp(1, "x" * 200)]), lambda: evaluations.append({"evaluation_id": "y" * 200})):
+    try:
+        append()
+    except OSError as error:
+        print(error.strerror)
+"""
+
+
+def test_a_record_that_the_disk_takes_in_part_is_an_error_and_is_cut_off_later(tmp_path):
+    said = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines() == ["File too large"] * 2
+    assert (tmp_path / "evaluations.jsonl").stat().st_size == 100
+    assert EvaluationsFile(tmp_path / "evaluations.jsonl").finished == set()
+    assert (tmp_path / "evaluations.jsonl").stat().st_size == 0

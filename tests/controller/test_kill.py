@@ -108,7 +108,9 @@ class Controller:
 
     def stop(self) -> None:
         self.process.terminate()
-        assert self.process.wait(PATIENCE_S) == 0
+        assert self.process.wait(PATIENCE_S) == 128 + signal.SIGTERM, (
+            "the run is not finished: it must be started again"
+        )
         self.log.close()
 
 

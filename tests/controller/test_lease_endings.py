@@ -24,6 +24,21 @@ def test_leases_of_a_silent_worker_come_back():
     assert state.counters["returned/lost_worker"] == len(mine)
 
 
+def test_leases_that_were_lost_with_a_connection_come_back_without_a_failure():
+    state = ready(free=4)  # dead_after_s = 10, lease_timeout_s = 60
+    names = [lease.lease_id for lease in granted(state, 0.0)]
+    assert state.take_back_lost(A, names[:1], 10.0) == [], "they may still be on their way"
+    assert state.take_back_lost(A, None, 11.0) == [], "nothing was said of them"
+    assert state.take_back_lost(A, names, 11.0) == []
+    assert state.take_back_lost(A, names[:1], 11.0) == names[1:]
+    assert state.take_back_lost(A, names[:1], 12.0) == []
+    state.credit(A, 3, 0, 12.0)
+    again = granted(state, 12.0)
+    assert [lease.prompt_index for lease in again] == [1, 2, 3] and not {x.lease_id for x in again} & set(names)
+    assert state.counters["returned/forgotten"] == 3 and not any(n.startswith("failures") for n in state.counters)
+    assert state.take_back_lost(A, [], 13.0) == names[:1], "those of before, and not the new ones"
+
+
 def test_a_lease_past_its_time_is_tried_again_then_given_up():
     config = make_config(
         loop={"batch_size": 2, "max_lag": 0}, **ONE, buffer={"lease_timeout_s": 5.0, "max_attempts": 2}

@@ -273,6 +273,30 @@ def ids_waiting(client) -> int:
     return int(ask(client, StatusRequest()).counters["buffer"])
 
 
+def test_leases_that_left_while_a_connection_was_gone_are_given_again(run):
+    transport, buffer = {"heartbeat_s": 0.5, "dead_after_s": 2.0}, {"lease_timeout_s": 10_000.0}
+    config = make_config(transport=transport, buffer=buffer, rollout={"concurrency": 4})
+    with serving(run, config) as server, client_of(run) as client:
+        with worker_of(run) as worker:
+            worker.hello(free=4)
+        ask(client, BatchRequest(0, 0))  # what is leased now reaches nobody
+        while not {"leased", "workers_lost"} & ask(client, StatusRequest()).counters.keys():
+            pass  # given up before it was leased anything: a slow machine
+        with worker_of(run) as worker:
+
+            def arrived():
+                worker.send(Heartbeat({}, active_leases=[]))
+                worker.send(Credit(4, 0, 4))
+                if any(isinstance(message, Refused) for message in worker.others):  # a slow machine: given up
+                    worker.hello(free=4)
+                worker.others.clear()
+                return worker.leases
+
+            worker.until(arrived)
+            assert worker.submit_acked([trajectory(lease) for lease in worker.leases.values()]) == {}
+    assert "failures/lease_timeout" not in server.state.counters
+
+
 def test_finish_stops_the_workers_and_the_controller(run):
     server = ControllerServer(run, CONFIG, TinyEnvironment(), Opened(run), address=run.read_endpoints().controller)
     thread = threading.Thread(target=server.run, daemon=True)

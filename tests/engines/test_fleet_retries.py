@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine_checkpoints import load_tensors, make_checkpoint, moe_config
-from misbehaving_server import Misbehaving, piece, with_fleet
+from misbehaving_server import Misbehaving, make_engine, piece, with_fleet
 
 from megasao.rollout.engines.base import EngineError, GenerateRequest, GenerateResult, SamplingParams
 from megasao.rollout.fleet import Fleet
@@ -133,3 +133,46 @@ def test_a_server_that_is_away_is_looked_for_less_and_less_often(
     labels = with_fleet(checkpoint, tmp_path, servers, 0, body)
     assert pauses["recover"][:8] == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
     assert labels[0] == labels[1] and labels[0].startswith("1.")
+
+
+def test_a_server_that_is_lost_again_while_it_comes_back_is_not_given_up(
+    checkpoint: Path, tmp_path: Path, pauses: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that was sent before may say so at any moment, also between the join and the end of the recovery."""
+    join, joins = Fleet._join, []
+
+    async def lost_at_once(self: Fleet, replica: Any) -> None:
+        await join(self, replica)
+        joins.append(replica.url)
+        if len(joins) == 1:
+            self._lose(replica, "an earlier request")
+
+    async def body(fleet: Fleet) -> list[str]:
+        monkeypatch.setattr(Fleet, "_join", lost_at_once)
+        [replica] = fleet._replicas.values()
+        fleet._lose(replica, "the first time")
+        assert replica.recovery is not None
+        await replica.recovery
+        return fleet.usable
+
+    usable = with_fleet(checkpoint, tmp_path, [Cutting(0)], 1, body)
+    assert usable == joins[:1] and len(joins) == 2
+
+
+def test_busy_seconds_grow_and_never_jump_when_servers_come_and_go(checkpoint: Path, tmp_path: Path) -> None:
+    servers = [Cutting(0), Cutting(0)]
+
+    async def body(fleet: Fleet) -> list[float]:
+        await fleet.generate(REQUEST)
+        busy = {replica.url: replica.engine.stats()["busy_seconds"] for replica in fleet._replicas.values()}
+        found = [fleet.stats()["busy_seconds"]]
+        await fleet.remove(max(busy, key=busy.__getitem__))
+        found.append(fleet.stats()["busy_seconds"])
+        async with Cutting(0).running() as url:
+            await fleet.add(make_engine(url, checkpoint, tmp_path / "added"))
+            found.append(fleet.stats()["busy_seconds"])
+            await fleet.generate(REQUEST)
+            return [*found, fleet.stats()["busy_seconds"]]
+
+    first, removed, added, later = with_fleet(checkpoint, tmp_path, servers, 1, body)
+    assert first > 0 and [removed, added] == pytest.approx([first, first]) and later > added

@@ -186,6 +186,9 @@ def test_work_that_is_not_mended_earns_nothing():
         "echo 'import sys; sys.exit(0)' >> cache.py",
         "echo 'import os; os._exit(0)' >> cache.py",
         "echo 'import os; os._exit(0)' > sitecustomize.py; echo 'print(1)' > run_hidden_tests.py",
+        "mkdir test_hidden.py; touch test_hidden.py/x",
+        "mkdir run_hidden_tests.py; echo 'import sys; print(sys.argv[1])' > run_hidden_tests.py/__main__.py",
+        "exit 125",
     ],
 )
 def test_tampering_with_the_tests_does_not_pass_them(attempt):
@@ -199,7 +202,27 @@ def test_the_hidden_tests_are_nowhere_while_the_model_works():
     assert "/workspace/cache.py" in said(results[0])
 
 
-@pytest.mark.parametrize("path", ["../x", "/usr/x", ""])
+def test_what_a_turn_cannot_do_is_an_observation_and_the_work_goes_on():
+    turns = [
+        block("write", "."),
+        block("write cache.py/x", "x"),
+        block("bash", "mkdir d; touch d/x"),
+        block("write d", "x"),
+        block(f"write {'x' * 300}", "x"),
+        block("bash", "echo a\0b; exit 125"),
+        block("bash", f"echo {'x' * 200_000}"),
+        block("bash", "echo " + "'" * 30_000),  # within the kernel's bound, not within a container's script
+        block("write ./d/x", "new"),
+    ]
+    results, files = play(*turns, block("bash", "cat d/x"))
+    assert not any(result.done for result in results)
+    shown = [said(result) for result in results]
+    for number, text in ((1, "is a directory"), (3, "is a directory"), (4, "is no file"), (5, "ab"), (6, "too long")):
+        assert text in shown[number], number
+    assert "too long" in shown[7] and "new" in shown[9] and set(files) == {"cache.py", "d/x"}
+
+
+@pytest.mark.parametrize("path", ["../x", "/usr/x", "", "."])
 def test_edits_stay_in_the_workspace(path):
     results, files = play(block(f"write {path}", "x"), block("replace absent.py", "a\n=======\nb"))
     assert "is no file in the workspace" in said(results[0]) and "there is no file absent.py" in said(results[1])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -165,11 +166,22 @@ def test_an_answer_that_cannot_be_graded_is_a_failure(tmp_path):
         asyncio.run(body())
 
 
+async def graded(environment, prompt, said):
+    [problem] = [p for p in map(partial(environment.prompt, "train"), range(40)) if p.text == prompt.text][:1]
+    try:
+        return (await environment.start(problem, 0).step(said)).reward
+    finally:
+        await environment.close()
+
+
 def test_demonstrations_earn_one(tmp_path):
     gsm = tagged(write_rows(tmp_path, "gsm8k"), answer="hashes", eval_data=str(write_data(tmp_path / "d.json")))
     prompt, action = gsm.demonstration(0, 0)
     assert prompt.text in {row["question"] for row in ROWS["gsm8k"][1]} and not prompt.is_action
     assert action.text in {row["answer"] + "</answer>" for row in ROWS["gsm8k"][1]}
+    assert asyncio.run(graded(gsm, prompt, action.text)) == 1.0, (
+        "with the token that ends the turn, as an engine gives it"
+    )
     plain = tagged(tmp_path / "d.json")
     index, problem = 3, plain.prompt("train", 3)
     assert plain.demonstration(index, 0)[1].text == f"<answer>{problem.payload['reference']}</answer>"

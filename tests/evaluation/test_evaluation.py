@@ -1,6 +1,7 @@
 """A checkpoint on the sample rows of every benchmark, with the embedded engine; resumed, compared, in a table."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -99,6 +100,26 @@ def test_every_benchmark_is_measured_on_its_sample_rows(place, tmp_path):
             assert record.reward == float(int(record.answer) == references[record.problem_id])
     assert sum(record.reward for name in BENCHMARKS for record in rows(tmp_path, name)) > 0
     assert "mean@4" in said and "pass@4" in said and "maj@4" in said and "over 4 problems" in said
+
+
+def test_the_chat_template_gets_the_configs_variables_as_in_a_run(place, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(place / "model", model)
+    file = model / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    settings["chat_template"] += "{% if boxed %}\\boxed{{ '{' }}{% endif %}"
+    file.write_text(json.dumps(settings))
+
+    def said(variables, out):
+        config = configured(place, samples=1)
+        environment = config.environment.model_copy(update={"template_variables": variables})
+        config = config.model_copy(update={"environment": environment})
+        run_evaluation(config, subject(config, model, None), choose("amc23"), out, lambda text: None)
+        return {record.response[:1] for record in rows(out, "amc23")}
+
+    assert said({}, tmp_path / "plain") == {"\\"} and said({"boxed": True}, tmp_path / "boxed") == {"1"}
+    with pytest.raises(UserError, match=r"begun with other settings .*template_variables"):
+        said({"boxed": True}, tmp_path / "plain")
 
 
 WORK = "```sh\nsed -i s/insert.0,/append\\(/ stack.py\n```"

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -445,3 +446,22 @@ def test_a_role_does_not_start_under_another_parent_than_its_launcher() -> None:
     assert result.returncode == 1
     assert "launcher died" in result.stderr
     assert result.stdout == ""
+
+
+def test_a_signal_at_any_moment_of_a_sleep_is_taken() -> None:
+    signals, seen = StopSignals(), []
+
+    def at_every_line(frame, event, argument):
+        signals.receive(signal.SIGTERM, None)  # as the handler does, between two lines of whatever sleep runs
+        seen.append(event)
+        return at_every_line
+
+    def sleep():
+        sys.settrace(at_every_line)
+        signals.sleep(0.0)
+        sys.settrace(None)
+
+    sleeping = threading.Thread(target=sleep, daemon=True)
+    sleeping.start()
+    sleeping.join(30)
+    assert not sleeping.is_alive() and signals.count == len(seen) > 2

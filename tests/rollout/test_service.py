@@ -67,7 +67,7 @@ def test_no_credit_before_the_first_weights_and_then_the_absolute_number_of_free
         await b.peer.grant(lease("a"), lease("b"))
         assert [m.free for m in b.peer.seen if isinstance(m, Credit)][-1] == 4
         await b.peer.receive(Credit, where=lambda m: m.free == 2)
-        await heartbeat(b.peer, active=2.0)
+        assert sorted((await heartbeat(b.peer, active=2.0)).active_leases) == ["a", "b"]
         assert await b.stop() == "the test is over"
 
 

@@ -37,6 +37,11 @@ def test_what_a_limit_stops_leaves_the_workspace_as_it_was(image):
     assert large.exit_code == 0 and unpack(large.workspace) == {"a": b"1"}
 
 
+def test_a_workspace_that_cannot_be_unpacked_whole_is_no_failure_of_the_container(image):
+    whole = pack({"a": b"1", "b": b"2" * 2000})
+    assert run(image, "cat a; exit 125", whole[:1100]).output == "1"
+
+
 def test_tasks_of_code_agent_run_in_an_image(image):
     options = {"sandbox": image[0], "sandbox_image": image[1]}
     environment = make_environment(EnvironmentConfig(name="code_agent", options=options))

@@ -14,7 +14,7 @@ from megasao.environments.base import EnvironmentFailure
 from megasao.environments.sandbox import bubblewrap
 from megasao.environments.sandbox.bubblewrap import SandboxUnavailable
 from megasao.environments.sandbox.run import Sandbox, SandboxLimits
-from megasao.environments.sandbox.workspace import pack, unpack
+from megasao.environments.sandbox.workspace import in_the_way, pack, unpack, with_files
 
 MIB = 1 << 20
 LIMITS = SandboxLimits(
@@ -166,7 +166,44 @@ def test_it_has_no_capabilities_and_cannot_mount():
     assert "CapEff:\t0000000000000000" in outcome.output and "mounted" not in outcome.output
 
 
-@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", ""])
+@pytest.mark.parametrize("command", ["exit 125", "echo 'bwrap: no' >&2; exit 1", "echo begun; exit 127"])
+def test_nothing_that_a_command_does_is_taken_for_a_sandbox_that_did_not_start(command):
+    outcome = run(command, pack({"a": b"1"}))
+    assert outcome.exit_code == int(command.split()[-1]) and unpack(outcome.workspace) == {"a": b"1"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "truncate -s 1M a b c d; truncate -s 900k e",  # swells beyond the tmpfs when it is unpacked
+        f"for i in $(seq 25); do mkdir {'d' * 200}; cd -P {'d' * 200}; done; echo deep > deep",  # too long a path
+    ],
+)
+def test_a_workspace_that_cannot_be_unpacked_whole_is_the_commands_own_doing(command):
+    kept = {"file_bytes": MIB, "workspace_bytes": 4 * MIB}
+    made = run(f"{command}; echo x > /workspace/plain", **kept)
+    assert unpack(made.workspace)["plain"] == b"x\n"
+    later = run("echo it runs", pack(with_files(unpack(made.workspace), {"own": b"1"})), **kept)
+    assert later.exit_code == 0 and "it runs" in later.output
+    assert "it runs" in run("echo it runs", made.workspace, **kept).output
+
+
+def test_a_workspace_that_was_cut_off_has_what_came_before():
+    whole = pack({"a": b"1", "b": b"2" * 2000})
+    assert unpack(whole[:1100]) == {"a": b"1"} and unpack(whole[:600]) == {"a": b"1"}
+    assert run("cat a", whole[:1100]).output.splitlines()[-1].endswith("1")
+
+
+def test_files_that_are_put_in_are_there_whatever_was_there_before():
+    model = {"t.py/x": b"", "d": b"", "own": b"old", "d2/y": b"", "other": b"3"}
+    files = with_files(model, {"t.py": b"1", "d/z": b"2", "own": b"new"})
+    assert files == {"t.py": b"1", "d/z": b"2", "own": b"new", "d2/y": b"", "other": b"3"}
+    assert list(files)[:3] == ["t.py", "d/z", "own"]  # first, in case the rest does not fit
+    assert run("cat t.py d/z own", pack(files)).output == "12new"
+    assert not in_the_way("a/b", {"a/c", "ab", "a/b.py"})
+
+
+@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", "", ".", "a\0b", "x" * 256, "x/" * 2100 + "x"])
 def test_a_workspace_stays_inside(name):
     with pytest.raises(ValueError, match="inside the workspace"):
         pack({name: b""})

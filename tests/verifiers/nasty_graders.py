@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -63,6 +64,20 @@ def _every_descriptor():
     return _loop()
 
 
+def _writes_everywhere(data):
+    for descriptor in range(64):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, data)
+    return 0.0
+
+
+def _answers_twice():
+    """The second answer, its own, comes when the process may be at the next job."""
+    job = sys._getframe(2).f_locals["job"]
+    reply = {"id": job["id"], "reward": 0.5, "retire": False}
+    return _writes_everywhere(json.dumps(reply).encode() + b"\n") + 0.25
+
+
 NASTY = {
     "good": lambda: 1.0,
     "bad": lambda: 0.0,
@@ -79,6 +94,9 @@ NASTY = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "child": _child_that_stays,
     "descriptors": _every_descriptor,
+    "garbage": lambda: _writes_everywhere(b"no reply\n"),
+    "nameless": lambda: _writes_everywhere(b'{"reward": 1.0, "retire": false}\n'),
+    "answers_twice": _answers_twice,
     "nan": lambda: float("nan"),
     "none": lambda: None,
     "raise": lambda: 1 / 0,

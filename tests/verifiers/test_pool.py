@@ -34,6 +34,8 @@ REASONS = {
     "memory": "memory",
     "memory_swallowed": "memory",
     "descriptors": "output",
+    "garbage": "output",
+    "nameless": "output",
     "exit": "error",
     "nan": "error",
     "none": "error",
@@ -111,6 +113,19 @@ def test_a_guarded_process_refuses_what_reaches_out_even_if_the_exception_is_cau
             assert found == ["verifier_refused"] * len(REFUSED) + [1.0]
         async with opened(PATIENT, guarding="off") as pool:  # without the guard these graders do it, and get their 1
             assert await outcome(pool, "evaluates") == await outcome(pool, "imports") == 1.0
+
+    run(body())
+
+
+def test_a_second_answer_of_one_job_is_never_that_of_the_next():
+    """A sample that answers for itself is beyond help here; the one after it, on the same process, is not."""
+
+    async def body():
+        async with opened(Limits(1, 60.0, 1 << 28), guarding="off") as pool:
+            answers = ["answers_twice", "good", "bad", "good"] * 5
+            found = await asyncio.gather(*(outcome(pool, answer) for answer in answers))
+            assert [found[1::4], found[2::4], found[3::4]] == [[1.0] * 5, [0.0] * 5, [1.0] * 5]
+            assert set(found[::4]) <= {0.5, "verifier_output"}  # as the second answer came before, or with, the first
 
     run(body())
 
@@ -258,5 +273,5 @@ def test_a_verifier_failure_is_counted_by_its_reason():
 
 
 def test_every_nasty_grader_has_a_test():
-    assert set(NASTY) == {"good", "bad", "output", *REASONS, *REFUSED}
+    assert set(NASTY) == {"good", "bad", "output", "answers_twice", *REASONS, *REFUSED}
     assert os.path.exists("/proc/self/status")

@@ -15,6 +15,8 @@ from megasao.environments.sandbox.workspace import pack
 KINDS = ("bubblewrap", "none", *WITH_IMAGES)
 
 _PLACE = "/tmp/workspace"
+_UNPACK = f"mkdir -p {_PLACE} && cd {_PLACE} || exit 125; tar -xf - --no-same-owner; [ $? -le 2 ] || exit 125"
+"""What cannot be unpacked (2) is left out, as in bubblewrap."""
 
 
 class ContainerSandbox(Sandbox):
@@ -31,7 +33,7 @@ class ContainerSandbox(Sandbox):
         container = Container(self.runtime, self.image, "/", self.limits)
         try:
             await container.start()
-            put = await container.run(f"mkdir -p {_PLACE} && cd {_PLACE} && tar -xf - --no-same-owner", stdin=before)
+            put = await container.run(_UNPACK, stdin=before)
             if put.exit_code != 0:
                 raise ContainerFailure(f"{self.image}: the workspace could not be put there: {put.output[-500:]}")
             done = await container.capture(f"cd {_PLACE} && exec {shlex.join(command)}")

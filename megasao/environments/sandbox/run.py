@@ -3,7 +3,8 @@
 Invariants:
 - a command ends in bounded time, and nothing of it runs on afterwards;
 - a command that a limit stopped leaves the workspace as it was before it;
-- output beyond the limit is dropped, not kept; a failure of the sandbox itself is an EnvironmentFailure.
+- output beyond the limit is dropped, not kept;
+- a failure of the sandbox itself is an EnvironmentFailure; nothing that a command does, says or leaves is one.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ import psutil
 from megasao.environments.base import EnvironmentFailure
 from megasao.environments.sandbox import bubblewrap
 from megasao.environments.sandbox.limits import SandboxLimits
-from megasao.environments.sandbox.workspace import pack
+from megasao.environments.sandbox.workspace import is_workspace, pack
 
 Kind = Literal["bubblewrap", "none"]
 
@@ -30,9 +31,17 @@ END_TIMEOUT_S = 20.0
 _WATCH_S = 0.1
 ARCHIVE_OVERHEAD = 4 << 20
 
+# Said on standard output before the command runs: without it the sandbox did not start.
+_BEGUN = b"begun\n"
+
 # The workspace comes in on standard input and goes out on standard output; the command's output goes to standard error.
-_SCRIPT = """
-tar -xf - --no-same-owner || exit 125
+# What cannot be unpacked (2) is left out: a command may have made names that are too long, or files that swell.
+_SCRIPT = f"""
+said=$(tar -xf - --no-same-owner 2>&1)
+code=$?
+[ $code = 0 ] || printf '%.500s\\n' "$said" >&2
+[ $code -le 2 ] || exit 125
+printf '{_BEGUN.decode().strip()}\\n'
 "$@" </dev/null >&2
 code=$?
 tar -cf - . 2>/dev/null
@@ -66,6 +75,8 @@ class Sandbox:
     async def run(self, command: Sequence[str], workspace: bytes | None = None) -> Outcome:
         """Run ``command`` in the workspace (empty if None). EnvironmentFailure if the sandbox itself breaks."""
         before = pack({}) if workspace is None else workspace
+        if not is_workspace(before):
+            raise EnvironmentFailure("the sandbox did not start: the workspace is no archive")
         with tempfile.TemporaryDirectory() if self.kind == "none" else contextlib.nullcontext("/") as directory:
             started = time.monotonic()
             process = await asyncio.create_subprocess_exec(
@@ -107,22 +118,23 @@ class Sandbox:
         archive_limit = self.limits.workspace_bytes + ARCHIVE_OVERHEAD
         streams = asyncio.gather(
             _write(process.stdin, before),
-            _read(process.stdout, archive_limit),
+            _read(process.stdout, len(_BEGUN) + archive_limit),
             _read(process.stderr, self.limits.output_bytes),
         )
         stopped_by = await self._watch(process, streams)
         if stopped_by is not None:
             await _end(process)
         try:
-            _, (archive, archive_cut), (output, cut) = await asyncio.wait_for(streams, END_TIMEOUT_S)
+            _, (written, archive_cut), (output, cut) = await asyncio.wait_for(streams, END_TIMEOUT_S)
         except TimeoutError:
             raise EnvironmentFailure(
                 f"a sandboxed command did not end within {END_TIMEOUT_S:g} s of its kill"
             ) from None
         code = await process.wait()
         said = output.decode(errors="replace")
-        if stopped_by is None and (code == 125 or said.startswith("bwrap: ")):
+        if stopped_by is None and not written.startswith(_BEGUN):
             raise EnvironmentFailure(f"the sandbox did not start: {said[-500:]}")
+        archive = written[len(_BEGUN) :]
         # Without an archive the script was ended from inside: the workspace stays as it was.
         whole = stopped_by is None and bool(archive) and not archive_cut
         return Outcome(

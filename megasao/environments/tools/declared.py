@@ -16,7 +16,7 @@ from megasao.environments.options import nearest
 from megasao.environments.python_tool import INTERPRETER, PythonTool, require_interpreter
 from megasao.environments.sandbox.run import Sandbox
 from megasao.environments.sandbox.shown import shown
-from megasao.environments.sandbox.workspace import pack, unpack
+from megasao.environments.sandbox.workspace import pack, unpack, with_files
 from megasao.environments.tools.json_schema import check_schema
 
 DECLARED = ("description", "parameters", "program")
@@ -132,7 +132,7 @@ class _ProgramSession(ToolSession):
     async def call(self, arguments: Mapping[str, Any]) -> tuple[str, bool]:
         there = unpack(self.files) if self.files is not None else {}
         own = {"tool.py": self.tool.program.encode(), "arguments.json": json.dumps(dict(arguments)).encode()}
-        outcome = await self.tool.sandbox.run([INTERPRETER, "tool.py"], pack({**there, **own}))
+        outcome = await self.tool.sandbox.run([INTERPRETER, "tool.py"], pack(with_files(there, own)))
         self.files = outcome.workspace
         return shown(outcome, self.tool.shown_characters), outcome.exit_code == 0
 

@@ -8,12 +8,14 @@ Invariants:
 - every job that came in gets exactly one result, in time: a worker has ``time_limit_s`` for a job, then it is killed
   with everything it started;
 - no more than ``workers`` jobs run at once; a worker that dies takes one job with it, and is replaced;
+- a worker is believed one reply, to the job that it is at; whatever else it says ends it, and nobody else's job;
 - the end of standard input ends this process, and its workers with it.
 """
 
 import contextlib
 import importlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -39,6 +41,9 @@ class Worker:
     pid: int
     channel: socket.socket
     job_id: Any = None
+    job: bytes = b""
+    done: Any = None
+    """The job before this one."""
     deadline: float = float("inf")
     outgoing: bytes = b""
     incoming: bytearray = field(default_factory=bytearray)
@@ -106,7 +111,8 @@ class Foreman:
                 if len(self._workers) >= self._limit:
                     return
                 worker = self._fork()
-            worker.job_id, worker.outgoing = self._waiting.popleft()
+            worker.job_id, worker.job = self._waiting.popleft()
+            worker.outgoing = worker.job
             worker.deadline = time.monotonic() + self._time_limit_s
             self._send(worker)
 
@@ -164,7 +170,7 @@ class Foreman:
         except OSError:
             data = b""
         worker.incoming += data
-        if not data:
+        if not data or worker.idle:
             self._lost(worker)
         elif len(worker.incoming) > MAX_REPLY:
             self._fail(worker, "output", f"a reply of more than {MAX_REPLY} bytes")
@@ -172,13 +178,24 @@ class Foreman:
             self._finished(worker)
 
     def _finished(self, worker: Worker) -> None:
-        reply = json.loads(worker.incoming)
-        retire = reply.pop("retire")
+        reply = read_reply(bytes(worker.incoming))
+        if reply is None or reply["id"] != worker.job_id:
+            self._misled(worker, reply)
+            return
+        retire, _ = reply.pop("retire"), reply.pop("id")
         job_id, worker.job_id = worker.job_id, None
-        worker.deadline, worker.incoming = float("inf"), bytearray()
+        worker.done, worker.deadline, worker.incoming = job_id, float("inf"), bytearray()
         if retire:
             self._end(worker)
         self._report(job_id, reply)
+
+    def _misled(self, worker: Worker, reply: dict[str, Any] | None) -> None:
+        """It did not answer its job. What the job before has left behind is not this one's doing: that runs again."""
+        if reply is not None and worker.done is not None and reply["id"] == worker.done:
+            self._waiting.appendleft((worker.job_id, worker.job))
+            self._end(worker)
+        else:
+            self._fail(worker, "output", "the verifier process wrote what is no reply")
 
     def _lost(self, worker: Worker) -> None:
         """It died by itself."""
@@ -211,6 +228,20 @@ class Foreman:
         now = time.monotonic()
         for worker in [w for w in self._workers if w.deadline <= now]:
             self._fail(worker, "timeout", f"longer than {self._time_limit_s:g} s")
+
+
+def read_reply(line: bytes) -> dict[str, Any] | None:
+    """``id``, ``retire``, and either a finite ``reward`` or ``error`` and ``detail``; None for anything else."""
+    try:
+        said = json.loads(line)
+        found = {"id": said["id"], "retire": bool(said["retire"])}
+        if "error" in said:
+            return {**found, "error": str(said["error"])[:100], "detail": str(said["detail"])[:1000]}
+        reward = said["reward"]
+        is_number = isinstance(reward, int | float) and math.isfinite(reward)
+        return {**found, "reward": float(reward)} if is_number else None
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
 
 
 def load_graders(modules: list[str]) -> dict[str, Grader]:

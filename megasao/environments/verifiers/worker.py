@@ -40,9 +40,11 @@ def serve(channel: socket.socket, graders: dict[str, Grader], *, memory_bytes: i
         guard.install(may_evaluate=guarding == "evaluate")
     with channel.makefile("rb") as jobs:
         for number, line in enumerate(jobs, 1):
-            reply = attempt(graders, json.loads(line))
+            job = json.loads(line)
+            reply = attempt(graders, job)
             if peak_memory() > _NEAR * memory_bytes:
                 reply = {"error": "memory", "detail": f"more than {memory_bytes >> 20} MiB"}
+            reply["id"] = job["id"]
             reply["retire"] = reply.get("error") == "memory" or number == JOBS_PER_PROCESS
             channel.sendall(json.dumps(reply).encode() + b"\n")
             if reply["retire"]:
