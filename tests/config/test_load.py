@@ -189,6 +189,15 @@ def test_overrides_replace_and_create(tmp_path: Path) -> None:
     assert load_config(path, [*sft, "sft=null"]).sft is None
 
 
+def test_a_path_below_home_is_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken literally it would be a directory named ~ below the working directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    changes = ["model.path=~/models/x", "run.directory=a/~/b", "environment.options={data: ~/d, more: [~/e, ~f, 1~/]}"]
+    config = load_config(LAPTOP, changes)
+    assert config.model.path == f"{tmp_path}/models/x" and config.run.directory == "a/~/b"
+    assert config.environment.options == {"data": f"{tmp_path}/d", "more": [f"{tmp_path}/e", "~f", "1~/"]}
+
+
 def test_an_override_mends_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL.replace("steps: 20", "steps: many"))
     refusal(path)
