@@ -66,6 +66,17 @@ def test_shipped_configs_load() -> None:
         assert load_config(path).run.name
 
 
+def test_the_config_that_the_readme_shows_loads(tmp_path: Path) -> None:
+    """And its comments name what it has."""
+    text = LAPTOP.parents[1].joinpath("README.md").read_text(encoding="utf-8")
+    lines = text.partition("\n    run: {name: mine}")
+    block = (lines[1] + lines[2]).partition("\n\n")[0].lstrip("\n")
+    path = tmp_path / "mine.yaml"
+    path.write_text("\n".join(line.removeprefix("    ") for line in block.splitlines()), encoding="utf-8")
+    config = load_config(path)
+    assert config.run.name == "mine" and config.rollout.engine == "sglang" and config.loop.batch_size == 128
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("", "empty"), ("# only a comment\n", "empty"), ("- a\n- b\n", "got a list"), ("hello\n", "got the single value")],
