@@ -243,7 +243,11 @@ def study(
     """
     from megasao.studies.command import run_studies
 
-    run_studies(name, seeds=seeds or (1 if quick else 5), quick=quick, jobs=jobs, out=out, say=typer.echo)
+    try:
+        run_studies(name, seeds=seeds or (1 if quick else 5), quick=quick, jobs=jobs, out=out, say=typer.echo)
+    except KeyboardInterrupt:
+        _complain("interrupted; what is finished is kept, and the same command goes on")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 @app.command()

@@ -18,7 +18,7 @@ from megasao.config.errors import UserError
 from megasao.config.load import dump_config, load_config
 from megasao.config.lock import exclusive
 from megasao.config.rundir import Endpoints, RunDirectory, all_engine_names, server_ports, write_atomically
-from megasao.launch.ports import free_ports
+from megasao.launch.ports import free_ports, taken_ports
 from megasao.observability.history import latest_step
 from megasao.transport.keys import make_run_keys, make_server_key
 
@@ -72,9 +72,16 @@ def prepared_run(
 
 
 def new_endpoints(config: Config) -> Endpoints:
-    """Addresses on ports that are free now. UserError where ``transport.host`` has none, as no address of here has."""
+    """Addresses on ports that are free now. UserError where ``transport.host`` is no address of this machine, or a port
+    that the config gives to a server is taken: a server that cannot listen may hang, and who is there would be asked.
+    """
     host = "127.0.0.1" if config.transport.host == "localhost" else config.transport.host
     names, of_servers = all_engine_names(config), server_ports(config)
+    if taken := taken_ports(of_servers or ()):
+        raise UserError(
+            f"rollout.sglang.first_port = {config.rollout.sglang.first_port}: another program listens on "
+            f"{', '.join(map(str, taken))}; stop it, or choose another first_port"
+        )
     count = 4 + (len(names) if of_servers is None else 0)
     try:
         controller, weights, torch_port, critic, *ports = free_ports(count, host, promised=of_servers or ())

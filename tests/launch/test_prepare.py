@@ -15,7 +15,7 @@ from megasao.config import Config
 from megasao.config.errors import UserError
 from megasao.config.load import load_config
 from megasao.config.rundir import Endpoints, RunDirectory, server_ports
-from megasao.launch.ports import free_ports
+from megasao.launch.ports import free_ports, taken_ports
 from megasao.launch.prepare import new_endpoints, prepared_run
 from megasao.launch.roles import child_environment, megasao_command, rollout_role, trainer_roles
 
@@ -51,6 +51,20 @@ def test_a_place_that_cannot_be_is_told(tmp_path: Path) -> None:
     elsewhere = ["transport.host=192.0.2.1", "transport.curve=true"]
     with pytest.raises(UserError, match=r"transport.host = 192.0.2.1: .* is the address one of this machine"):
         new_endpoints(config(tmp_path, *elsewhere))
+
+
+def test_a_server_port_that_somebody_has_is_told(tmp_path: Path) -> None:
+    """And one that a connection of an ended server still holds is none."""
+    port = next(port for port in free_ports(50) if not taken_ports([port, port + 1]))
+    with socket.create_server(("127.0.0.1", port)) as server:
+        with socket.create_connection(("127.0.0.1", port)):
+            accepted, _ = server.accept()
+        wanted = config(tmp_path, "rollout.engine=sglang", f"rollout.sglang.first_port={port}")
+        told = rf"first_port = {port}: another program listens on {port}; stop it"
+        with pytest.raises(UserError, match=told):
+            new_endpoints(wanted)
+    accepted.close()
+    assert new_endpoints(wanted).engines["engine-0-0"] == f"http://127.0.0.1:{port}"
 
 
 def test_a_run_does_not_end_before_the_step_that_it_is_at(tmp_path: Path) -> None:
