@@ -7,6 +7,8 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -206,7 +208,8 @@ def evaluate(
             from megasao.evaluation import command
 
             config, chosen = load_config(config_file, overrides), command.choose(benchmarks)
-            command.run_evaluation(config, command.subject(config, checkpoint, run), chosen, out, typer.echo)
+            with _kept_when_interrupted():
+                command.run_evaluation(config, command.subject(config, checkpoint, run), chosen, out, typer.echo)
 
 
 @app.command()
@@ -243,7 +246,8 @@ def study(
     """
     from megasao.studies.command import run_studies
 
-    run_studies(name, seeds=seeds or (1 if quick else 5), quick=quick, jobs=jobs, out=out, say=typer.echo)
+    with _kept_when_interrupted():
+        run_studies(name, seeds=seeds or (1 if quick else 5), quick=quick, jobs=jobs, out=out, say=typer.echo)
 
 
 @app.command()
@@ -531,6 +535,16 @@ def _value_result(directory: "RunDirectory") -> str:
     variance, trajectories = row.get("value/held_out/explained_variance"), row.get("value/held_out/trajectories")
     text = f"explained variance on {count(trajectories)} held-out trajectories: {number(variance)}"
     return text if variance is not None else f"{text} (their returns are all the same)"
+
+
+@contextmanager
+def _kept_when_interrupted() -> Iterator[None]:
+    """Say what follows from an interrupt of work that goes on where it was."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _complain("interrupted; what is finished is kept, and the same command goes on")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _complain(message: str) -> None:

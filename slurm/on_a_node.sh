@@ -18,6 +18,10 @@ on_a_node() {
     . "$site"
     set +a
     [ -x "${MEGASAO_PYTHON:-}" ] || fail "$site: MEGASAO_PYTHON=${MEGASAO_PYTHON:-} is no program on $(uname -n)"
+    if [ $# -eq 0 ]; then
+        "$MEGASAO_PYTHON" -P -m megasao "$command" --help >&2
+        fail "$command.sh: nothing was submitted; give it the arguments of \`megasao $command\`"
+    fi
     if [ -n "${SLURM_JOB_ID:-}" ]; then
         # Words as a shell would read them, as everywhere for these variables.
         eval "arguments=(${MEGASAO_SRUN_ARGS:-} ${MEGASAO_STEP_COMMAND:-})"

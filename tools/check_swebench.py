@@ -36,6 +36,9 @@ async def verdict(environment: SwebenchEnvironment, instance: Instance) -> str:
 
 def main(words: Sequence[str]) -> int:
     """Say what each instance is; 0 if all are fine."""
+    if not words or {"-h", "--help"} & set(words):
+        print(__doc__)
+        return 0 if words else 2
     given = {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
     try:
         environment = SwebenchEnvironment.from_options({**given, "eval_data": given.get("data", "")})

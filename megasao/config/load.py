@@ -4,9 +4,11 @@ Invariants:
 - a key that no section knows is refused with the nearest right one;
 - ``load_config`` of ``dump_config(config)`` equals ``config``;
 - an override behaves as if its value stood in the file, and its errors name the override;
+- text that begins with ``~/`` is a path below the home directory of who loads the config;
 - an overlay (another config file) changes what it names and nothing else; its errors name its own file and line.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +45,7 @@ def load_with_places(path: str | Path, overrides: Sequence[str] = ()) -> tuple[C
         else:
             _apply_override(document, override)
     try:
-        config = Config.model_validate(document.data)
+        config = Config.model_validate(_below_home(document.data))
     except ValidationError as error:
         document.problems.extend(_explain(error, document))
     if document.problems:
@@ -66,6 +68,15 @@ def dump_yaml(data: Any) -> str:
 def is_overlay(text: str) -> bool:
     """Whether a command-line word is a config file, and not ``key.path=value``."""
     return text.endswith((".yaml", ".yml")) and not _OVERRIDE.match(text)
+
+
+def _below_home(data: Any) -> Any:
+    """The same data with ``~/`` as a shell would write it out; taken literally it would be a directory named ``~``."""
+    if isinstance(data, dict):
+        return {key: _below_home(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_below_home(value) for value in data]
+    return os.path.expanduser(data) if isinstance(data, str) and data.startswith("~/") else data
 
 
 def _apply_overlay(document: Document, overlay: Document) -> None:

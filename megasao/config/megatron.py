@@ -32,6 +32,16 @@ Value = bool | int | float | str | list[bool | int | float | str] | None
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "uint8")
 """How a ``torch.dtype`` is written in a config."""
 
+NEED_CUDA = (
+    "apply_rope_fusion",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "optimizer_cpu_offload",
+)
+"""Options that only a GPU can do."""
+
 _SOURCES: dict[Kind, tuple[tuple[str, str], ...]] = {
     "model": (
         ("transformer/transformer_config.py", "TransformerConfig"),

@@ -6,6 +6,7 @@ unknown-token id.
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,18 @@ class TokenizerCodec:
         return stops
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens included; ValueError for an id outside the vocabulary."""
-        for token in ids:
-            if self._tokenizer.id_to_token(token) is None:
-                raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size} tokens")
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        """The text of ``ids``, special tokens included; U+FFFD for an id that the tokenizer does not have.
+
+        Models have more rows than their tokenizers have tokens (151,936 and 151,669 for Qwen3), and may sample those.
+        """
+        known = [self._tokenizer.id_to_token(token) is not None for token in ids]
+        runs = groupby(zip(ids, known, strict=True), key=lambda pair: pair[1])
+        return "".join(
+            self._tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
+            if is_known
+            else "\ufffd" * sum(1 for _ in run)
+            for is_known, run in runs
+        )
 
     def plain(self, text: str) -> str:
         """``text`` without the special tokens in it."""

@@ -140,7 +140,7 @@ def to_problem(row: Row, where: str, *, default_id: str) -> Problem:
     if not text or not reference:
         missing = "a problem" if not text else "an answer"
         raise ValueError(
-            f"{where}: no column with {missing}; known are {', '.join(_ANSWER if text else _PROBLEM)}"
+            f"{where}: no column with {missing}, or it is empty; known are {', '.join(_ANSWER if text else _PROBLEM)}"
             f"{' or a boxed answer in solution' if text else ''}; the row has {', '.join(map(str, row))}"
         )
     if solution is None and (answer := _first(row, _ANSWER)) and "####" in answer:

@@ -6,7 +6,7 @@ is being restarted, and any outgoing connection could land on a port inside that
 
 import random
 import socket
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -32,9 +32,16 @@ def free_ports(count: int, host: str = "127.0.0.1", *, promised: Container[int] 
     return found
 
 
-def _can_bind(host: str, port: int) -> bool:
+def taken_ports(ports: Iterable[int], host: str = "127.0.0.1") -> list[int]:
+    """Those of ``ports`` on which somebody listens on ``host``. What a server that ended left behind does not count."""
+    return [port for port in ports if not _can_bind(host, port, again=True)]
+
+
+def _can_bind(host: str, port: int, *, again: bool = False) -> bool:
+    """``again``: also where connections of a server that ended still wait for their end."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(again))
         try:
             probe.bind((host, port))
         except OSError:

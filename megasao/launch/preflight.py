@@ -9,8 +9,10 @@ from megasao.config import Config
 from megasao.config.architecture import read_hf_config
 from megasao.config.document import Document, KeyPath
 from megasao.config.errors import ConfigError, Problem
+from megasao.config.megatron import NEED_CUDA, Kind
 from megasao.config.model_check import check_model
 from megasao.config.suggest import nearest
+from megasao.launch.roles import has_nvidia_device
 
 if TYPE_CHECKING:
     from megasao.environments.base import Prompt
@@ -31,6 +33,7 @@ def preflight(config: Config, document: Document, *, on_cluster: bool = False, a
         *_benchmarks(config),
         *_buffer(config),
         *_packages(config),
+        *([] if on_cluster else _gpu_options(config)),
         *_operators(config),
         *_value_model(config),
         *(_server_args(config) if ask_sglang else []),
@@ -98,15 +101,18 @@ def _tokenizer(config: Config) -> list[Problem]:
     try:
         codec = TokenizerCodec.from_directory(path, config.environment.template_variables)
         codec.stop_ids(environment)
-        for index in range(_SAMPLE_PROMPTS):
-            codec.encode_prompt(environment.prompt("train", index))
+        prompts = [environment.prompt("train", index) for index in range(_SAMPLE_PROMPTS)]
+        shortest = min(len(codec.encode_prompt(prompt)) for prompt in prompts)
     except ValueError as error:
         return [Problem("model.path", str(error))]
     entries = read_hf_config(path)["vocab_size"]
     if codec.vocab_size > entries:
         reason = f"{path} has a tokenizer of {codec.vocab_size} tokens, but config.json says vocab_size = {entries}"
         return [Problem("model.path", reason)]
-    return _compaction(config, environment.prompt("train", 0), codec)
+    if shortest >= (window := config.environment.max_tokens):
+        reason = f"the shortest of the first {len(prompts)} prompts has {shortest} tokens, and {window} leaves no room"
+        return [Problem("environment.max_tokens", reason)]
+    return _compaction(config, prompts[0], codec)
 
 
 def _compaction(config: Config, prompt: "Prompt", codec: "TokenizerCodec") -> list[Problem]:
@@ -211,6 +217,30 @@ def _unknown_argument(name: str, known: list[str]) -> str:
     names = nearest(name, known)
     hint = f"did you mean {' or '.join(names)}?" if names else "see `python -m sglang.launch_server --help`"
     return f"the installed SGLang has no such server argument; {hint}"
+
+
+def _gpu_options(config: Config) -> list[Problem]:
+    """Options that only a GPU can do, on a machine without one; a rank would say so after its start."""
+    if has_nvidia_device():
+        return []
+    kinds: tuple[Kind, ...] = ("model", "optimizer", "gradients")
+    chosen = [
+        (f"megatron.{kind}.{name}", value) for kind in kinds for name, value in getattr(config.megatron, kind).items()
+    ]
+    worlds = [("parallel", config.parallel)]
+    if config.critic is not None and config.critic.parallel is not None:
+        worlds.append(("critic.parallel", config.critic.parallel))
+    problems = [
+        Problem(path, f"{value!r} needs a GPU, and this machine has none; leave it out")
+        for path, value in chosen
+        if value and path.rpartition(".")[2] in NEED_CUDA
+    ]
+    problems += [
+        Problem(f"{path}.dispatcher", "flex needs a GPU, and this machine has none; use alltoall or allgather")
+        for path, parallel in worlds
+        if parallel.dispatcher == "flex"
+    ]
+    return problems
 
 
 def _packages(config: Config) -> list[Problem]:

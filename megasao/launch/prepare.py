@@ -3,7 +3,8 @@
 Invariants:
 - two launchers never hold one run directory;
 - a fresh run never writes into a directory that holds something, and a resumed run is the run that was started, but
-  for the fields that are safe to change.
+  for the fields that are safe to change;
+- no run is asked to end before the step that it is at.
 """
 
 import os
@@ -17,7 +18,8 @@ from megasao.config.errors import UserError
 from megasao.config.load import dump_config, load_config
 from megasao.config.lock import exclusive
 from megasao.config.rundir import Endpoints, RunDirectory, all_engine_names, server_ports, write_atomically
-from megasao.launch.ports import free_ports
+from megasao.launch.ports import free_ports, taken_ports
+from megasao.observability.history import latest_step
 from megasao.transport.keys import make_run_keys, make_server_key
 
 SAFE_TO_CHANGE = (
@@ -51,27 +53,40 @@ def prepared_run(
     """
     run = RunDirectory(Path(config.run.directory) / config.run.name)
     _refuse_wrong_start(run, resume)
-    run.path.mkdir(parents=True, exist_ok=True)
+    with _written(run):
+        run.path.mkdir(parents=True, exist_ok=True)
     with _locked(run.path / _LOCK, run, lock_wait_s):
         _refuse_wrong_start(run, resume)
         if resume:
             refuse_unsafe_changes(load_config(run.config), config)
-        write_atomically(run.config, dump_config(config))  # before all else: with it a run can be resumed
-        run.create()
-        if config.transport.curve:
-            make_run_keys(run.keys)
-        if config.rollout.engine == "sglang":
-            make_server_key(run.keys)
+            _refuse_fewer_steps(run, config)
+        with _written(run):
+            write_atomically(run.config, dump_config(config))  # before all else: with it a run can be resumed
+            run.create()
+            if config.transport.curve:
+                make_run_keys(run.keys)
+            if config.rollout.engine == "sglang":
+                make_server_key(run.keys)
         run.write_endpoints(place(run, config) if place is not None else new_endpoints(config))
         yield run
 
 
 def new_endpoints(config: Config) -> Endpoints:
-    """Addresses on ports that are free now."""
+    """Addresses on ports that are free now. UserError where ``transport.host`` is no address of this machine, or a port
+    that the config gives to a server is taken: a server that cannot listen may hang, and who is there would be asked.
+    """
     host = "127.0.0.1" if config.transport.host == "localhost" else config.transport.host
     names, of_servers = all_engine_names(config), server_ports(config)
+    if taken := taken_ports(of_servers or ()):
+        raise UserError(
+            f"rollout.sglang.first_port = {config.rollout.sglang.first_port}: another program listens on "
+            f"{', '.join(map(str, taken))}; stop it, or choose another first_port"
+        )
     count = 4 + (len(names) if of_servers is None else 0)
-    controller, weights, torch_port, critic, *ports = free_ports(count, host, promised=of_servers or ())
+    try:
+        controller, weights, torch_port, critic, *ports = free_ports(count, host, promised=of_servers or ())
+    except OSError as error:
+        raise UserError(f"transport.host = {config.transport.host}: {error}") from error
     ports = list(of_servers or ports)
     return Endpoints(
         controller=f"tcp://{host}:{controller}",
@@ -97,6 +112,24 @@ def refuse_unsafe_changes(old: Config, new: Config) -> None:
             f"A resumed run may change only {', '.join(SAFE_TO_CHANGE)}; put the old values back, "
             "or start a new run with run.name=..."
         )
+
+
+def _refuse_fewer_steps(run: RunDirectory, config: Config) -> None:
+    done = latest_step(run)
+    if done is not None and done > config.loop.steps:
+        raise UserError(
+            f"{run.path} has made {done} steps, and loop.steps = {config.loop.steps} is less; give {done} or more"
+        )
+
+
+@contextmanager
+def _written(run: RunDirectory) -> Iterator[None]:
+    """A disk that is full, a place where nothing can be made, or nobody may write: UserError."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"the run directory {run.path} cannot be written: {error}"
+        raise UserError(f"{reason}; make room, or choose another run.directory") from error
 
 
 def _refuse_wrong_start(run: RunDirectory, resume: bool) -> None:

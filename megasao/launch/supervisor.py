@@ -214,7 +214,7 @@ class Supervisor:
         delay = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**unit.restarts)
         unit.restart_at = time.monotonic() + delay
         unit.restarts += 1
-        self._report(f"{reason}; restarting {unit.name} ({unit.restarts} of {allowed})")
+        self._report(f"{reason}; restarting {unit.name} ({unit.restarts} of {allowed}){_last_words(culprits[0])}")
 
     def _exit_reason(self, process: RoleProcess) -> str:
         if process.code is None and process.silent_s() > self.limits.hang_timeout_s:
@@ -262,6 +262,12 @@ class Supervisor:
                 return
             self._on_tick(self.restarts)
             self._signals.sleep(POLL_S)
+
+
+def _last_words(process: RoleProcess) -> str:
+    """What a role that ended by itself had to say; nothing of one that was killed, or wrote only its head line."""
+    line = tail(process.role.log, 1).strip() if process.code is not None and process.code > 0 else ""
+    return f"; the last line of {process.role.log}: {line}" if line and not line.startswith("--- ") else ""
 
 
 def _restarts(unit: Unit, limits: Limits) -> str:

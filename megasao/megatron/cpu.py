@@ -56,8 +56,11 @@ def install() -> None:
 
 
 def _silence_expected_warnings() -> None:
-    """Modules of Megatron-Core say at import that Apex is absent, some long after ``install``: so it is on any CPU."""
+    """Modules of Megatron-Core say at import that Apex is absent, some long after ``install``: so it is on any CPU.
+    Every configuration of a model says of its own default for CUDA graphs that it is deprecated.
+    """
     warnings.filterwarnings("ignore", message="Apex is not installed", category=UserWarning)
+    warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
 
 
 # --- the current device -----------------------------------------------------------------------------------------------

@@ -6,16 +6,7 @@ from typing import Any
 import torch
 
 from megasao.config import Config
-from megasao.config.megatron import DTYPES, Kind, fields
-
-_NEED_CUDA = (
-    "apply_rope_fusion",
-    "gradient_accumulation_fusion",
-    "masked_softmax_fusion",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "optimizer_cpu_offload",
-)
+from megasao.config.megatron import DTYPES, NEED_CUDA, Kind, fields
 
 
 def passed_on(kind: Kind, config: Config) -> dict[str, Any]:
@@ -26,7 +17,7 @@ def passed_on(kind: Kind, config: Config) -> dict[str, Any]:
     """
     options: dict[str, Any] = {}
     for name, value in getattr(config.megatron, kind).items():
-        if name in _NEED_CUDA and value and not torch.cuda.is_available():
+        if name in NEED_CUDA and value and not torch.cuda.is_available():
             raise ValueError(f"megatron.{kind}.{name} = {value!r} needs CUDA, and there is none; leave it out")
         is_dtype = isinstance(value, str) and value in DTYPES and "torch.dtype" in ast.unparse(fields(kind)[name])
         options[name] = getattr(torch, value) if is_dtype else value

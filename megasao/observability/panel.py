@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from megasao.config import Config
 from megasao.config.rundir import RunDirectory
+from megasao.observability.formats import count
 from megasao.observability.jsonl import Tail
 from megasao.observability.panel_state import PanelState
 from megasao.observability.panel_view import draw, evaluation_line, sft_line, step_line, value_line
@@ -40,6 +41,7 @@ class Panel:
         self._value = Tail(run.metrics / "value.jsonl")
         self._controller = Tail(run.metrics / "controller.jsonl")
         self._evaluations = Tail(run.evaluations)
+        self._logs, self._told = run.logs, set[str]()
         self._live: Live | None = None
         if self.mode != "off":
             self._read(show=False)
@@ -84,6 +86,7 @@ class Panel:
             if self.state.feed_value(row) and show and "value/held_out/tokens" in row:
                 self._print(value_line(self.state, row))
         self.state.controller.extend(self._controller.read())
+        self._note_failures(show=show)
         for row in self._trainer.read():
             if self.state.feed_trainer(row) and show:
                 self._print(step_line(self.state, row))
@@ -98,6 +101,13 @@ class Panel:
                 self.state.restarts[role] = times
                 if self.mode == "lines":
                     self._print(f"restarted {role} ({times} so far)")
+
+    def _note_failures(self, *, show: bool) -> None:
+        """Each kind is told once: a run in which everything fails would say nothing until it gives up."""
+        for name, times in self.state.failures.items():
+            if name not in self._told and show:
+                self._print(f"{name}: {count(times)} so far, not trained on; see {self._logs}/rollout-*.log")
+            self._told.add(name)
 
     def _refresh(self) -> None:
         with _terminal():

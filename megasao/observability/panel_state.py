@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from megasao.config import Config
+from megasao.observability.formats import finite
 from megasao.observability.jsonl import Row
 
 RECENT = 20
 """Steps that the pace is measured over."""
 GAUGES = 200
 """Rows of the controller that are kept, one a second."""
+_FAILED = ("failures", "refused", "given_up")
+"""Counters of what should not happen; trajectories that grew too old are no failure."""
 
 
 @dataclass
@@ -126,6 +129,13 @@ class PanelState:
         """Evaluations of one mode by step."""
         rows = [row for row in self.evaluations.values() if row.get("mode") == mode and row.get("success") is not None]
         return sorted(rows, key=lambda row: int(row["step"]))
+
+    @property
+    def failures(self) -> dict[str, float]:
+        """Failed attempts and what was refused or given up since the controller's start, by counter, but for zeros."""
+        last = self.controller[-1] if self.controller else {}
+        counts = {name: finite(value) or 0.0 for name, value in last.items() if name.split("/")[0] in _FAILED}
+        return {name: value for name, value in counts.items() if value}
 
     def series(self, name: str) -> list[float]:
         """One training metric over the steps, without nulls."""

@@ -122,7 +122,7 @@ def _machine(state: PanelState) -> list[Line]:
     restarts = sum(state.restarts.values())
     who = ", ".join(f"{role} {times}" for role, times in state.restarts.items() if times)
     waiting = [value for value in (finite(row.get("buffer")) for row in state.controller) if value is not None]
-    return [
+    lines: list[Line] = [
         _speed_line(state, "rollout"),
         _speed_line(state, "trainer"),
         ("lag mean", number(row.get("data/lag_mean"), 2), f"max {lag_max} of {bound}", state.series("data/lag_mean")),
@@ -130,6 +130,10 @@ def _machine(state: PanelState) -> list[Line]:
         ("buffer", count(gauges.get("buffer")), f"{count(gauges.get('leases'))} on lease", waiting),
         ("restarts", str(restarts), who, ()),
     ]
+    if state.failures:
+        most = max(state.failures, key=lambda name: state.failures[name])
+        lines.append(("failed", count(state.failures[most]), most.rpartition("/")[2], ()))
+    return lines
 
 
 def _fine_tuning(state: PanelState) -> list[Line]:

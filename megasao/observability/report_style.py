@@ -41,10 +41,8 @@ p { margin: 0; }
 .tile b { white-space: nowrap; }
 .tile b i { font-size: 17px; font-style: normal; font-weight: 400; color: var(--faint); }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 310px), 1fr)); gap: 16px; }
-.pair {
-  display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 16px;
-  align-items: start;
-}
+.pair { display: flex; flex-wrap: wrap; gap: 16px; align-items: flex-start; }
+.pair > * { flex: 1 1 max-content; min-width: min(100%, 300px); max-width: 100%; }
 .chart {
   margin: 0; background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
   padding: 14px 14px 6px; position: relative; min-width: 0; display: flex; flex-direction: column;

@@ -23,6 +23,7 @@ RECENT = 10
 ERRORS = 5
 _ALIVE_S = 30.0
 """A role writes a sign of life every second or few; one that is older is shown with its age."""
+_ENDED = "none, the run has ended"
 
 
 def describe_status(run: RunDirectory, config: Config, *, now: float | None = None) -> str:
@@ -41,9 +42,11 @@ def _lines(run: RunDirectory, config: Config, now: float) -> Iterator[str]:
     yield f"throughput  {_throughput(recent)}"
     yield f"staleness   {_staleness(recent, config)}"
     yield f"rollouts    {_rollouts(record.controller[-1] if record.controller else {}, config, now)}"
-    yield f"engines     {_engines(run, config, now)}"
+    ages = _silent_for(run, now)
+    ended = done >= config.loop.steps and run.final_policy.is_dir() and all(age >= _ALIVE_S for age in ages.values())
+    yield f"engines     {_ENDED if ended else _engines(run, config, now)}"
     yield f"checkpoint  {_checkpoint(run, now)}"
-    yield f"processes   {_processes(run, now)}"
+    yield f"processes   {_ENDED if ended else _processes(ages)}"
     yield f"excluded    {_excluded(record)}"
     errors = _errors(run)
     yield f"errors      {errors[0] if errors else 'none'}"
@@ -67,9 +70,10 @@ def _ago(row: Row, now: float) -> str:
 def _throughput(recent: list[Row]) -> str:
     trainer, rollout = (mean(column(recent, f"throughput/{side}_tokens_per_s")) for side in ("trainer", "rollout"))
     step = mean(column(recent, "time/step"))
+    pace = f"{step:.2f} s" if step is not None and step < 10 else duration(step)
     wait = mean(column(recent, "idle/trainer"))
     return (
-        f"trainer {count(trainer)} tokens/s, rollout {count(rollout)} tokens/s, {duration(step)} a step, of which the "
+        f"trainer {count(trainer)} tokens/s, rollout {count(rollout)} tokens/s, {pace} a step, of which the "
         f"trainer waits {share(wait, 0)}"
     )
 
@@ -113,9 +117,14 @@ def _checkpoint(run: RunDirectory, now: float) -> str:
     return f"none to go on from: checkpoints/latest names {directory.name}, which {what}; {instead}"
 
 
-def _processes(run: RunDirectory, now: float) -> str:
+def _silent_for(run: RunDirectory, now: float) -> dict[str, float]:
+    """Seconds since the last sign of life of each process, but for those of a stage that is over."""
+    over = [stage for stage, result in (("sft", run.sft), ("value", run.value)) if (result / "COMPLETE").exists()]
     files = sorted((run.path / "heartbeats").glob("*"), key=lambda file: _key(file))
-    ages = {file.name: now - file.stat().st_mtime for file in files}
+    return {file.name: now - file.stat().st_mtime for file in files if _key(file)[0] not in over}
+
+
+def _processes(ages: dict[str, float]) -> str:
     alive = sum(age < _ALIVE_S for age in ages.values())
     silent = [f"{name} silent for {duration(age)}" for name, age in ages.items() if age >= _ALIVE_S]
     return "; ".join([f"{alive} of {len(ages)} show signs of life", *silent])

@@ -160,7 +160,7 @@ def _missing(record: RunRecord, steps: int, modes: dict[str, ModeSummary]) -> li
     if modes["greedy"].before is None:
         missing.append("no evaluation of version 0 (before)")
     if len(modes["greedy"].last) < LAST:
-        missing.append(f"{len(modes['greedy'].last)} of {LAST} evaluations after training")
+        missing.append(f"only {len(modes['greedy'].last)} of {LAST} evaluations after training")
     return missing
 
 

@@ -22,14 +22,19 @@ def describe_plan(plan: Plan, config: Config) -> str:
 
 def _sizes(plan: Plan) -> Iterator[str]:
     sizes = plan.sizes
-    everything, no_embedding, neither = (number / 1e9 for number in sizes.active)
+    everything, no_embedding, neither = map(_many, sizes.active)
     yield f"parameters        {sizes.total:,}"
     if sizes.with_mtp != sizes.total:
         yield f"  with MTP        {sizes.with_mtp:,}"
     if sizes.routed:
         yield f"  routed experts  {sizes.routed:,}"
-    active = f"{everything:.3f} B; {no_embedding:.3f} B without the embedding, {neither:.3f} B also without the head"
+    active = f"{everything}; {no_embedding} without the embedding, {neither} also without the head"
     yield f"active            {active}"
+
+
+def _many(number: float) -> str:
+    """A number of parameters, in units in which it shows."""
+    return f"{number / 1e9:.3f} B" if number >= 1e8 else f"{number / 1e6:.3f} M"
 
 
 def _layout(config: Config) -> Iterator[str]:
@@ -78,7 +83,7 @@ def _layers(stage: Stage) -> str:
 
 def _numbers(memory: RoleMemory) -> list[str]:
     parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.scratch)
-    return [f"{memory.parameters / 1e9:.3f} B", *(f"{part / GIB:.2f}" for part in parts)]
+    return [_many(memory.parameters), *(f"{part / GIB:.2f}" for part in parts)]
 
 
 def _transfer(plan: Plan, config: Config) -> Iterator[str]:

@@ -20,10 +20,10 @@ def run_studies(
     """Run the study ``name``, or ``all``, and write its page. Nothing runs if a name or a config is wrong."""
     studies = list(STUDIES.values()) if name == ALL else [study_named(name)]
     pages = out or (QUICK_PAGES if quick else PAGES)
-    pages.mkdir(parents=True, exist_ok=True)
     for study in studies:
         work = WORK / (f"{study.name}-quick" if quick else study.name)
         runs = run_grid(Grid(study.name, seeds, quick, work), jobs=jobs or len(os.sched_getaffinity(0)), say=say)
+        pages.mkdir(parents=True, exist_ok=True)  # after the configs were found
         write_csv(study, runs, pages / f"{study.name}.csv")
         study.draw(runs, pages / f"{study.name}.png")
         say(f"{study.name}: {write_page(study, runs, pages, command(study, seeds, quick))}")

@@ -3,13 +3,11 @@
 Invariants:
 - a run that is finished is a file, and is not run again unless its config or the study's model has changed;
 - a run that fails does not stop the others; at the end the failures are named, and the command fails;
-- an interrupted study goes on where it was.
+- an interrupted study ends at once, with its processes, and goes on where it was.
 """
 
 import json
-import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from megasao.config import Config
 from megasao.config.load import dump_config
 from megasao.config.rundir import write_atomically
 from megasao.studies.laboratory import prepare_policy, run_steps
+from megasao.studies.pool import processes, run_all
 from megasao.studies.registry import study_named
 from megasao.studies.study import Run, policy_directory
 
@@ -51,41 +50,21 @@ class Grid:
         return {"config": dump_config(config), "model": study_named(self.study).model}
 
 
-class RunsFailed(RuntimeError):
-    """Some runs of a study failed."""
-
-
 def run_grid(grid: Grid, *, jobs: int, say: Callable[[str], None]) -> list[Run]:
     """All runs of the grid, in its order; those that are missing are run in ``jobs`` processes.
 
-    Every config is checked before anything runs. RunsFailed names what failed, with its reason.
+    Every config is checked before anything runs. RunsFailed names what failed, with its reason. KeyboardInterrupt
+    leaves none of the processes.
     """
     configs = {(arm, seed): grid.config(arm, seed) for arm, seed in grid.runs()}
     grid.work.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        _all_done(pool, [(_make_policy, (grid, seed), f"policy of seed {seed}") for seed in range(grid.seeds)], say)
+    with processes(jobs) as pool:
+        run_all(pool, [(_make_policy, (grid, seed), f"policy of seed {seed}") for seed in range(grid.seeds)], say)
         missing = [key for key, config in configs.items() if _read(grid, *key, config) is None]
         say(f"{grid.study}: {len(configs) - len(missing)} of {len(configs)} runs are there, {len(missing)} to go")
-        _all_done(pool, [(_run_one, (grid, arm, seed), f"{arm}, seed {seed}") for arm, seed in missing], say)
+        run_all(pool, [(_run_one, (grid, arm, seed), f"{arm}, seed {seed}") for arm, seed in missing], say)
     found = {key: _read(grid, *key, config) for key, config in configs.items()}
     return [Run(*key, records, configs[key]) for key, records in found.items() if records is not None]
-
-
-def _all_done(
-    pool: ProcessPoolExecutor,
-    tasks: Sequence[tuple[Callable[..., None], tuple[Any, ...], str]],
-    say: Callable[[str], None],
-) -> None:
-    futures = {pool.submit(task, *arguments): label for task, arguments, label in tasks}
-    failures = []
-    for number, future in enumerate(as_completed(futures), 1):
-        label, error = futures[future], future.exception()
-        say(f"[{number}/{len(futures)}] {label}" + (f": FAILED: {error!r}" if error else ""))
-        if error:
-            failures.append(f"{label}: {error!r}")
-    if failures:
-        raise RunsFailed("; ".join(failures))
 
 
 def _make_policy(grid: Grid, seed: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 from megasao.cli import Stage, _resuming
 from megasao.config.load import dump_config, load_config
 from megasao.launch.prepare import prepared_run
+from megasao.launch.roles import has_nvidia_device
 from tests.checkpoints import write_checkpoint
 
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop.yaml"
@@ -162,6 +163,26 @@ def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused(tmp_path: Path
     assert "vocab_size = 10" in megasao("check", LAPTOP, f"model.path={tmp_path / 'small'}").stderr
     write_checkpoint(tmp_path / "other", without_token="7")
     assert "has no token for '7'" in megasao("check", LAPTOP, f"model.path={tmp_path / 'other'}").stderr
+
+
+def test_prompts_that_leave_no_room_to_answer_are_refused(tmp_path: Path) -> None:
+    changes = [model(tmp_path / "model"), "environment.max_turn_tokens=4"]
+    result = megasao("check", LAPTOP, *changes, "environment.max_tokens=5")
+    assert "environment.max_tokens: the shortest of the first 32 prompts has" in result.stderr, result.stderr
+    assert megasao("check", LAPTOP, *changes, "environment.max_tokens=30").returncode == 0
+
+
+@pytest.mark.skipif(has_nvidia_device(), reason="this machine has a GPU")
+def test_what_only_a_gpu_can_do_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    gpus = ["parallel.dispatcher=flex", "megatron.optimizer={optimizer_cpu_offload: true}"]
+    result = megasao("train", LAPTOP, f"run.directory={tmp_path}", model(tmp_path / "model"), *gpus)
+    assert result.returncode == 2 and "2 problems" in result.stderr, result.stderr
+    assert "parallel.dispatcher: flex needs a GPU" in result.stderr
+    assert "megatron.optimizer.optimizer_cpu_offload: True needs a GPU" in result.stderr
+    assert not (tmp_path / "laptop").exists()
+    without = ["parallel.dispatcher=allgather", "megatron.optimizer={optimizer_cpu_offload: false}"]
+    assert megasao("check", LAPTOP, *without).returncode == 0
+    assert megasao("check", LAPTOP.with_name("glm_5_2_750b.yaml"), *gpus).returncode == 0, "its nodes have GPUs"
 
 
 def test_summaries_that_the_tokenizer_cannot_ask_for_are_refused(tmp_path: Path) -> None:

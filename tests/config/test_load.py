@@ -66,6 +66,17 @@ def test_shipped_configs_load() -> None:
         assert load_config(path).run.name
 
 
+def test_the_config_that_the_readme_shows_loads(tmp_path: Path) -> None:
+    """And its comments name what it has."""
+    text = LAPTOP.parents[1].joinpath("README.md").read_text(encoding="utf-8")
+    lines = text.partition("\n    run: {name: mine}")
+    block = (lines[1] + lines[2]).partition("\n\n")[0].lstrip("\n")
+    path = tmp_path / "mine.yaml"
+    path.write_text("\n".join(line.removeprefix("    ") for line in block.splitlines()), encoding="utf-8")
+    config = load_config(path)
+    assert config.run.name == "mine" and config.rollout.engine == "sglang" and config.loop.batch_size == 128
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("", "empty"), ("# only a comment\n", "empty"), ("- a\n- b\n", "got a list"), ("hello\n", "got the single value")],
@@ -187,6 +198,15 @@ def test_overrides_replace_and_create(tmp_path: Path) -> None:
     sft = ["sft.steps=3", "sft.optimizer={lr: 1e-3}"]
     assert load_config(path, sft).sft is not None
     assert load_config(path, [*sft, "sft=null"]).sft is None
+
+
+def test_a_path_below_home_is_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken literally it would be a directory named ~ below the working directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    changes = ["model.path=~/models/x", "run.directory=a/~/b", "environment.options={data: ~/d, more: [~/e, ~f, 1~/]}"]
+    config = load_config(LAPTOP, changes)
+    assert config.model.path == f"{tmp_path}/models/x" and config.run.directory == "a/~/b"
+    assert config.environment.options == {"data": f"{tmp_path}/d", "more": [f"{tmp_path}/e", "~f", "1~/"]}
 
 
 def test_an_override_mends_the_file(tmp_path: Path) -> None:

@@ -57,6 +57,13 @@ def test_unknown_characters_are_named_and_never_encoded(codec):
         codec.encode("<cal>3")
 
 
+def test_ids_without_a_token_are_a_mark_in_the_text(codec):
+    """Embeddings may have more rows than the tokenizer has tokens, and such a row can be sampled."""
+    ids = codec.encode("<call>12+3</call>")
+    assert codec.decode([99, *ids[:2], codec.vocab_size, 1000, *ids[2:]]) == "\ufffd<call>1\ufffd\ufffd2+3</call>"
+    assert codec.token_text(codec.vocab_size) == "\ufffd" and codec.decode([]) == ""
+
+
 def test_single_token_refuses_more_than_one(codec):
     assert codec.token_text(codec.single_token("</call>")) == "</call>"
     with pytest.raises(ValueError, match="must be one token"):

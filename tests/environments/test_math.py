@@ -60,7 +60,7 @@ def test_references_come_out_of_what_is_published(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[{"answer": "1"}]', "row 0: no column with a problem; known are problem"),
+        ('[{"answer": "1"}]', "row 0: no column with a problem, or it is empty; known are problem"),
         ('[{"problem": "x"}]', "row 0: no column with an answer"),
         (
             '[{"problem": "x", "answer": "1", "id": 1}, {"problem": "y", "answer": "1", "id": 1}]',

@@ -15,7 +15,7 @@ from megasao.config import Config
 from megasao.config.errors import UserError
 from megasao.config.load import load_config
 from megasao.config.rundir import Endpoints, RunDirectory, server_ports
-from megasao.launch.ports import free_ports
+from megasao.launch.ports import free_ports, taken_ports
 from megasao.launch.prepare import new_endpoints, prepared_run
 from megasao.launch.roles import child_environment, megasao_command, rollout_role, trainer_roles
 
@@ -42,6 +42,44 @@ def test_a_fresh_run_directory(tmp_path: Path) -> None:
         assert not run.keys.exists()
 
 
+def test_a_place_that_cannot_be_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "file", Path("/proc/nowhere")):
+        told = rf"the run directory {directory}.* cannot be written.*choose another run.directory"
+        with pytest.raises(UserError, match=told), prepared_run(config(directory), resume=False):
+            raise AssertionError("it cannot have begun")
+    elsewhere = ["transport.host=192.0.2.1", "transport.curve=true"]
+    with pytest.raises(UserError, match=r"transport.host = 192.0.2.1: .* is the address one of this machine"):
+        new_endpoints(config(tmp_path, *elsewhere))
+
+
+def test_a_server_port_that_somebody_has_is_told(tmp_path: Path) -> None:
+    """And one that a connection of an ended server still holds is none."""
+    port = next(port for port in free_ports(50) if not taken_ports([port, port + 1]))
+    with socket.create_server(("127.0.0.1", port)) as server:
+        with socket.create_connection(("127.0.0.1", port)):
+            accepted, _ = server.accept()
+        wanted = config(tmp_path, "rollout.engine=sglang", f"rollout.sglang.first_port={port}")
+        told = rf"first_port = {port}: another program listens on {port}; stop it"
+        with pytest.raises(UserError, match=told):
+            new_endpoints(wanted)
+    accepted.close()
+    assert new_endpoints(wanted).engines["engine-0-0"] == f"http://127.0.0.1:{port}"
+
+
+def test_a_run_does_not_end_before_the_step_that_it_is_at(tmp_path: Path) -> None:
+    with prepared_run(config(tmp_path), resume=False) as run:
+        (run.checkpoints / "latest").write_text("step_000120")
+    with (
+        pytest.raises(UserError, match=r"made 120 steps, and loop.steps = 119 is less; give 120"),
+        prepared_run(config(tmp_path, "loop.steps=119"), resume=True),
+    ):
+        raise AssertionError("it cannot have begun")
+    assert load_config(run.config).loop.steps == 210, "a start that was refused wrote its config"
+    with prepared_run(config(tmp_path, "loop.steps=120"), resume=True) as run:
+        assert load_config(run.config).loop.steps == 120
+
+
 def test_a_start_that_failed_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it has a config.yaml it is no run yet, and from then on it is one that can be resumed."""
     wanted = config(tmp_path)
@@ -52,7 +90,10 @@ def test_a_start_that_failed_can_be_made_again(tmp_path: Path, monkeypatch: pyte
     for place in ("megasao.config.rundir.os.fsync", "megasao.config.rundir.RunDirectory.create"):
         with monkeypatch.context() as patch:
             patch.setattr(place, full)
-            with pytest.raises(OSError, match="no space"), prepared_run(wanted, resume=False):
+            with (
+                pytest.raises(UserError, match="cannot be written: no space left; make room"),
+                prepared_run(wanted, resume=False),
+            ):
                 raise AssertionError("it cannot have begun")
     with prepared_run(wanted, resume=True) as run:
         assert run.journal.is_dir()

@@ -118,6 +118,15 @@ def test_a_killed_service_is_restarted_alone(tmp_path: Path) -> None:
     assert "restarting service (1 of 3)" in stage.reports[0]
 
 
+def test_a_restart_is_told_with_the_last_words_of_who_died(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    dies_once = counting(tmp_path, "a", "print('no space left', flush=True)\nsys.exit(0 if n > 1 else 7)")
+    assert stage.run(Unit("world", lambda: [stage.role("rank-0", dies_once)])) == "finished"
+    (told,) = stage.reports
+    assert told.startswith("rank-0: exit code 7; restarting world (1 of 3); the last line of ")
+    assert told.endswith("rank-0.log: no space left")
+
+
 def test_one_dead_rank_restarts_the_whole_world_with_fresh_roles(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     made: list[int] = []

@@ -133,6 +133,28 @@ def test_lines_are_one_per_step_and_only_what_is_new(fresh: tuple[RunDirectory, 
     assert printed(panel) == ""
 
 
+def test_each_kind_of_failure_is_told_once(fresh: tuple[RunDirectory, Config]) -> None:
+    """A run in which every episode fails has no steps to show."""
+    run, config = fresh
+    before = {"time": 1.0, "buffer": 0, "failures/engine_error": 1.0}
+    write_lines(run.metrics / "controller.jsonl", [before])
+    panel = Panel(run, config, console=console())
+    bad = {**before, "failures/invalid_request": 3.0, "refused/x": 0.0, "dropped/stale/sums": 2.0}
+    write_lines(run.metrics / "controller.jsonl", [bad, {**bad, "failures/invalid_request": 90.0, "given_up": 1.0}])
+    panel.update()
+    assert printed(panel).splitlines() == [
+        f"failures/invalid_request: 90 so far, not trained on; see {run.logs}/rollout-*.log",
+        f"given_up: 1 so far, not trained on; see {run.logs}/rollout-*.log",
+    ]
+    write_lines(run.metrics / "controller.jsonl", [{**bad, "failures/invalid_request": 99.0}])
+    panel.update()
+    assert printed(panel) == ""
+    (line,) = [line for line in picture(panel.state, 140).splitlines() if "failed" in line]
+    assert "99 invalid_request" in line
+    panel.state.controller.clear()
+    assert "failed" not in picture(panel.state, 140)
+
+
 def test_a_torn_line_waits_for_its_end(fresh: tuple[RunDirectory, Config]) -> None:
     run, config = fresh
     panel = Panel(run, config, console=console())

@@ -61,7 +61,8 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     shown = lines(run)
     assert shown["steps"] == "8 of 40, weight version 7, 1:05 ago"
     assert (
-        shown["throughput"] == "trainer 100 tokens/s, rollout 50 tokens/s, 4 s a step, of which the trainer waits 25 %"
+        shown["throughput"]
+        == "trainer 100 tokens/s, rollout 50 tokens/s, 4.00 s a step, of which the trainer waits 25 %"
     )
     assert shown["staleness"] == "mean 1.50, most 3, bound 4 versions"
     assert shown["rollouts"] == "1 of 2 workers, 30 episodes under way, 5 trajectories waiting, 1 s ago"
@@ -71,6 +72,25 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     assert shown["excluded"] == "dropped/stale/calculator 4"
     assert shown["errors"].startswith("rollout-0: exit code 1")
     assert shown["job"].startswith("17: started") and shown["job"].endswith("start 1 of the run, on 2 nodes")
+
+
+def test_a_run_that_has_ended_is_not_shown_as_one_that_hangs(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    write(run.metrics / "trainer.jsonl", {"step": 39, "time": NOW - 500, "weight_version": 30, "time/step": 0.55})
+    run.heartbeat("x").parent.mkdir(exist_ok=True)
+    for name in ("sft-0", "trainer-0", "rollout-0", "rollout-1"):
+        run.heartbeat(name).touch()
+        os.utime(run.heartbeat(name), (NOW - 500, NOW - 500))
+    shown = lines(run)
+    assert "0.55 s a step" in shown["throughput"]
+    assert shown["processes"].startswith("0 of 4 show signs of life; rollout-0 silent"), "it may have been killed"
+    run.sft.mkdir()
+    (run.sft / "COMPLETE").touch()
+    assert shown["engines"].startswith("0 of 2") and "0 of 3" in lines(run)["processes"], "fine-tuning is over"
+    run.final_policy.mkdir()
+    assert lines(run)["engines"] == lines(run)["processes"] == "none, the run has ended"
+    os.utime(run.heartbeat("trainer-0"), (NOW - 1, NOW - 1))
+    assert lines(run)["processes"].startswith("1 of 3 show signs of life")
 
 
 def test_the_history_survives_a_torn_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

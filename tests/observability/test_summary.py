@@ -59,7 +59,7 @@ def test_two_evaluations_after_are_not_filled_up_with_before(empty: tuple[RunDir
     write_lines(run.evaluations, [evaluation(0, 0, 0.2), evaluation(1, 1, 0.8), evaluation(2, 2, 0.9)])
     summary = summarise(load_record(run))
     assert summary.modes["greedy"].mean == pytest.approx(0.85)
-    assert "2 of 3 evaluations after training" in summary.missing
+    assert "only 2 of 3 evaluations after training" in summary.missing
     assert "mean of last 2" in text_of(run, config)
 
 

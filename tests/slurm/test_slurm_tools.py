@@ -63,4 +63,6 @@ def test_without_a_site_nothing_is_submitted(cluster: Cluster, tmp_path: Path) -
         site = jobs.write_site(tmp_path / "site.env", PYTHON="/nowhere/python")
         done = jobs.script(cluster, site, name, "--help")
         assert done.returncode == 2 and "MEGASAO_PYTHON=/nowhere/python is no program" in done.stderr
+        done = jobs.script(cluster, jobs.write_site(tmp_path / "site.env"), name)
+        assert done.returncode == 2 and "nothing was submitted" in done.stderr and "Usage: megasao" in done.stderr
     assert cluster.call("squeue", "-h") == ""
