@@ -10,10 +10,10 @@ Invariants, asserted by the tests:
 
 import os
 import secrets
-import shutil
 import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ from megasao.config.weights import WeightsConfig
 from megasao.families.names import published_names
 from megasao.megatron.bridge import export_hf
 from megasao.megatron.bridge.outgoing import Outgoing, outgoing, stream_rows
+from megasao.megatron.bridge.saving import agree, attempt
 from megasao.megatron.bridge.share import RankShare, ShareCopy
 from megasao.megatron.models import MegatronModel
 from megasao.megatron.runtime import Topology, gather_bytes, gather_counts, gather_numbers
@@ -90,14 +91,10 @@ class DiskPublishing(Publishing):
         if self._shares is None:
             self._shares = outgoing(model, fp8=self._fp8)
         path = directory.unfinished_path(self.root, version, epoch)
-        error: Exception | None = None
         mine = [info for share in self._shares if share.mine for info in share.infos]
         rows = stream_rows(model, self._shares, self.config.bucket_bytes)
-        try:
-            directory.write_share(path, self.topology.rank, mine, rows, shard_bytes=self.config.shard_bytes)
-        except (OSError, ValueError) as failure:
-            error = failure
-        self._agree(path, error)
+        write = partial(directory.write_share, shard_bytes=self.config.shard_bytes)
+        agree(path, attempt(write, path, self.topology.rank, mine, rows))
         ready, error = None, None
         if self.publisher is not None:
             names = published_names(model.hf_config, model.role, fp8=self._fp8)
@@ -105,7 +102,7 @@ class DiskPublishing(Publishing):
                 ready = directory.complete(self.root, version, epoch, self.topology.world_size, names)
             except OSError as failure:
                 error = failure
-        self._agree(path, error)
+        agree(path, error)
         if self.publisher is not None and ready is not None:
             self.publisher.publish_elsewhere(ready)
 
@@ -128,18 +125,8 @@ class DiskPublishing(Publishing):
             except OSError as failure:
                 error = failure
             self._published = True
-        self._agree(path, error)
+        agree(path, error)
         return self.topology.broadcast_bytes(epoch).decode()
-
-    def _agree(self, path: Path, error: Exception | None) -> None:
-        """End the publication on every rank, and remove what there is of it, if one rank has an error. Collective."""
-        failed = [rank for rank, lost in enumerate(gather_counts(error is not None)) if lost]
-        if not failed:
-            return
-        if self.topology.rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
-        reason = error or "its own message says why"
-        raise RuntimeError(f"rank {failed[0]} could not write weights to {path}: {reason}") from error
 
 
 _COLUMNS = 4

@@ -155,18 +155,28 @@ def cut(infos: Sequence[TensorInfo], shard_bytes: int) -> list[list[TensorInfo]]
     return shards
 
 
+def collect_shares(directory: Path, ranks: int, names: Collection[str]) -> list[dict[str, Any]]:
+    """The files of all ranks' shares: ``name``, ``bytes``, ``crc32`` and ``tensors`` of each.
+
+    Once every rank has written its share. ValueError if they do not have the tensors ``names``, each once.
+    """
+    files: list[dict[str, Any]] = []
+    for rank in range(ranks):
+        share = _share_file(directory, rank)
+        files += json.loads(share.read_text(encoding="utf-8"))["files"]
+        share.unlink()
+    found = [name for file in files for name in file["tensors"]]
+    if sorted(found) != sorted(names):
+        wrong = sorted(set(found) ^ set(names)) or "a tensor was written twice"
+        raise ValueError(f"weights in {directory} are not those of the model: {wrong[:4]}")
+    return files
+
+
 def complete(root: Path, version: int, epoch: str, ranks: int, names: Collection[str]) -> PublishedWeights:
     """Give the version its name, once every rank has written its share. ValueError if the shares are not ``names``."""
     unfinished = unfinished_path(root, version, epoch)
-    files: list[dict[str, Any]] = []
-    for rank in range(ranks):
-        share = _share_file(unfinished, rank)
-        files += json.loads(share.read_text(encoding="utf-8"))["files"]
-        share.unlink()
+    files = collect_shares(unfinished, ranks, names)
     places = [(name, file["name"]) for file in files for name in file["tensors"]]
-    if sorted(name for name, _ in places) != sorted(names):
-        wrong = sorted({name for name, _ in places} ^ set(names)) or "a tensor was written twice"
-        raise ValueError(f"weights {version} in {unfinished} are not those of the model: {wrong[:4]}")
     total = sum(file["bytes"] for file in files)
     write_json(unfinished / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places))})
     sums = [{key: file[key] for key in ("name", "bytes", "crc32")} for file in files]

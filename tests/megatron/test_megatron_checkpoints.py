@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megasao.storage.hf_directory import checkpoint_files
 from megasao.storage.model_parts import write_sum
 from tests.megatron.tiny import read, write_tiny_checkpoint
 from tests.megatron.world import run_world
@@ -123,8 +124,11 @@ def test_bad_checkpoints_are_refused_by_name(checkpoint: Path, tmp_path: Path) -
     assert "num_nextn_predict_layers = 10000 are 1000" in deep and "expected up to 1000" in deep
 
 
+SAVED = ("one", "EP2", "TP2 SP", "PP2")
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("layout", [LAYOUTS["one"], LAYOUTS["EP2"]], ids=["one", "EP2"])
+@pytest.mark.parametrize("layout", [LAYOUTS[name] for name in SAVED], ids=SAVED)
 def test_saved_directory_is_an_ordinary_checkpoint(checkpoint: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -136,6 +140,23 @@ def test_saved_directory_is_an_ordinary_checkpoint(checkpoint: Path, tmp_path: P
     tokens = torch.arange(20)[None]
     ours, original = (AutoModelForCausalLM.from_pretrained(path) for path in (directory, checkpoint))
     assert torch.equal(ours(tokens).logits, original(tokens).logits)
+    files = checkpoint_files(directory)
+    assert len(files) == layout["ranks"], "each rank has written its share"
+    saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert sum(len(load_file(file)) for file in files) == len(saved), "every tensor once"
+    assert_equal(saved, load_file(checkpoint / "model.safetensors"))
+
+
+def test_a_rank_that_cannot_write_ends_the_saving_on_all(checkpoint: Path, tmp_path: Path) -> None:
+    """What was there before is still there."""
+    directory = tmp_path / "saved"
+    directory.mkdir()
+    (directory / "COMPLETE").touch()
+    payload = {"path": str(checkpoint), "parallel": LAYOUTS["EP2"], "directory": str(directory)}
+    first, second = run_world(2, "tests.megatron.cases:save_without_room", payload)
+    assert "rank 1 could not write weights" in first and "its own message says why" in first
+    assert "no space left" in second
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"] and (directory / "COMPLETE").is_file()
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,10 @@ def test_a_run_that_is_longer_than_its_jobs(cluster: Cluster, model: Path, tmp_p
 
 def distance(one: Path, other: Path) -> float:
     """Mean absolute difference of two checkpoints' weights."""
-    mine, theirs = (load_file(next(directory.glob("*.safetensors"))) for directory in (one, other))
+    mine, theirs = (
+        {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for directory in (one, other)
+    )
     assert mine.keys() == theirs.keys()
     differences = [(mine[name] - theirs[name]).abs().flatten() for name in mine]
     return float(torch.cat(differences).mean())

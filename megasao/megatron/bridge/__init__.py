@@ -6,7 +6,8 @@ Invariants (tests assert them):
 - a missing, unknown or misshapen tensor is an error that names it and the nearest name.
 """
 
-from megasao.megatron.bridge.export import export_hf, export_tensors, save_hf
+from megasao.megatron.bridge.export import export_hf, export_tensors
 from megasao.megatron.bridge.load import load_hf
+from megasao.megatron.bridge.saving import save_hf
 
 __all__ = ["export_hf", "export_tensors", "load_hf", "save_hf"]

@@ -1,25 +1,16 @@
-"""Collecting a distributed model into Hugging Face tensors, and writing a checkpoint directory."""
+"""Collecting a distributed model into Hugging Face tensors on one rank."""
 
-import json
-import os
-import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from safetensors.torch import save_file
 from torch import Tensor, distributed
 
 from megasao.megatron.bridge.local import LocalParameter, local_parameters
 from megasao.megatron.bridge.parts import split
-from megasao.megatron.bridge.table import carried_names, optional_names
 from megasao.megatron.runtime import compute_device
-from megasao.storage.atomic import replace_directory, sync
-from megasao.storage.hf_directory import checkpoint_files, copy_side_files
-from megasao.storage.reader import TensorFiles
 
 if TYPE_CHECKING:
     from megasao.megatron.models import MegatronModel
@@ -82,42 +73,3 @@ def _gather_on_rank_0(mine: dict[str, Tensor]) -> dict[str, Tensor]:
             distributed.recv(data, src=source)
             mine.update(load_tensors(data.cpu().numpy().tobytes()))
     return dict(sorted(mine.items()))
-
-
-def save_hf(model: "MegatronModel", source_dir: Path, out_dir: Path) -> None:
-    """Write the model as a Hugging Face checkpoint directory. Collective; on return it is complete for all ranks.
-
-    config.json, tokenizer, generation settings and layers of multi-token prediction come from ``source_dir``. The
-    directory appears at once (written beside its place, then renamed) and ends with an empty file ``COMPLETE``; an
-    older one is replaced.
-    """
-    tensors = export_hf(model)
-    if distributed.get_rank() == 0:
-        if model.role == "actor":
-            tensors.update(carried_tensors(model.hf_config, source_dir))
-        temporary = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        _write(tensors, source_dir, temporary)
-        replace_directory(temporary, out_dir)
-    distributed.barrier()
-
-
-def carried_tensors(hf_config: dict[str, Any], source_dir: Path) -> dict[str, Tensor]:
-    """The layers of multi-token prediction of the checkpoint at ``source_dir``, as they are; {} if it has none."""
-    files = TensorFiles(checkpoint_files(source_dir))
-    names = (carried_names(hf_config) | optional_names(hf_config)) & files.names()
-    return {name: files.read_whole(name) for name in sorted(names)}
-
-
-def _write(tensors: dict[str, Tensor], source_dir: Path, directory: Path) -> None:
-    copy_side_files(source_dir, directory)
-    config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
-    dtype = str(tensors["model.embed_tokens.weight"].dtype).removeprefix("torch.")
-    config.update({key: dtype for key in ("dtype", "torch_dtype") if key in config})
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    for file in directory.iterdir():
-        sync(file)
-    (directory / "COMPLETE").touch()
-    sync(directory)
