@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from megasao.config.rollout import EmbeddedEngineConfig
 from megasao.rollout.engines.base import GenerateRequest, SamplingParams
 from megasao.rollout.engines.embedded import EmbeddedEngine
+from megasao.storage.hf_directory import checkpoint_files
 
 Prompts = list[list[int]]
 NEW_TOKENS = 24
@@ -40,7 +41,8 @@ def by_engine(started_with: Path, checkpoint: Path, prompts: Prompts) -> Prompts
         engine = EmbeddedEngine(started_with, EmbeddedEngineConfig(slots=8), max_total_tokens=64, seed=0)
         await engine.start()
         try:
-            await engine.prepare_weights(1, load_file(checkpoint / "model.safetensors"))
+            files = checkpoint_files(checkpoint)
+            await engine.prepare_weights(1, {name: each for file in files for name, each in load_file(file).items()})
             await engine.commit_weights(1)
             sampling = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS)
             requests = [GenerateRequest(f"r{n}", f"s{n}", prompt, sampling) for n, prompt in enumerate(prompts)]
