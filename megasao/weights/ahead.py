@@ -70,9 +70,8 @@ class Ahead:
         return [link.place for link in self.links]
 
     def may_have(self, announce: AnnounceShares) -> bool:
-        """Whether ``announce`` can be what they were asked for: a later version of the same ranks."""
-        places = [(share.host, share.port) for share in announce.shares]
-        return announce.version > self._announce.version and places == self.places
+        """Whether ``announce`` can be what they were asked for: a later version of the same ranks, in as many bytes."""
+        return announce.version > self._announce.version and _sizes(announce) == _sizes(self._announce)
 
     def ask(self) -> None:
         """Ask, unless that was done, and read what comes, in threads."""
@@ -151,3 +150,7 @@ class Ahead:
             return False
         self.found[link.place] = Arrived(version, zlib.crc32(raw), manifest, buffer)
         return True
+
+
+def _sizes(announce: AnnounceShares) -> list[tuple[str, int, int]]:
+    return [(share.host, share.port, share.total_bytes) for share in announce.shares]

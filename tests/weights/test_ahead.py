@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+import torch
 from share_world import SECRET, Distributed, Wire, cut_in_two, offer, retire
 from weight_world import equal, weights
 
@@ -125,6 +126,14 @@ def test_a_damaged_version_that_is_not_announced_stops_nothing(ranks: Distribute
     assert equal(take(intake, 3, ranks.offer(3, weights(3))).tensors(), weights(3))
 
 
+def test_a_version_of_another_size_is_not_taken_for_a_damaged_one(ranks: Distributed, intake: Intake) -> None:
+    begin(ranks, intake)
+    longer = {"longer": torch.ones(2**13)}
+    shares = ranks.offer(2, longer)
+    intake._ahead.answered.result(60)
+    assert equal(take(intake, 2, shares).tensors(), longer)
+
+
 def test_a_rank_that_ends_its_connection_is_asked_over_another(ranks: Distributed, intake: Intake) -> None:
     begin(ranks, intake)
     first = peers(ranks)
@@ -146,7 +155,7 @@ def test_waiting_for_a_rank_that_has_not_copied_is_bounded(ranks: Distributed, i
     begin(ranks, intake)
     shares = [
         offer(ranks.servers[0], 0, 2, cut_in_two(weights(2))[0]),
-        Share(1, "127.0.0.1", ranks.servers[1].port, 64, 0),
+        intake._ahead._announce.shares[1],
     ]
     assert take(intake, 2, shares, timeout_s=0.3) == "fetching weights 2 from the trainer's ranks took more than 0.3 s"
     assert equal(take(intake, 2, ranks.offer(2, weights(2))).tensors(), weights(2))
@@ -212,14 +221,14 @@ def test_a_connection_is_closed_only_once_nobody_reads_from_it(ranks: Distribute
     ranks.close()
     ahead.answered.result(60)
     assert all(link.is_open for link in ahead.links), "a thread that reads closes none"
-    assert "trainer rank 0" in take(intake, 2, [Share(0, *place, 64, 0) for place in ahead.places])
+    assert "trainer rank 0" in take(intake, 2, ahead._announce.shares)
     assert not any(link.is_open for link in ahead.links)
 
 
 def test_giving_up_ends_the_threads_first(ranks: Distributed, intake: Intake) -> None:
     begin(ranks, intake)
     ahead = intake._ahead
-    shares = [Share(rank, *place, 64, 0) for rank, place in enumerate(ahead.places)]
+    shares = ahead._announce.shares
     fetching = SmallFetching(AnnounceShares("epoch", 2, shares, SECRET), intake, 60.0)
 
     async def cancelled() -> None:
