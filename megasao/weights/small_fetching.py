@@ -53,6 +53,7 @@ class SmallFetching(Fetching):
             return {}, {}
         if not ahead.may_have(self._announce):
             ahead.end()
+            self._ahead = None
             return {}, {}
         if ahead.asked:
             await asyncio.wrap_future(ahead.answered)
