@@ -51,6 +51,12 @@ class Intake:
         self._ahead: Ahead | None = None
         self._stages: dict[tuple[Place, ...], Stage] = {}
         self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether there are groups, or connections for them, that nobody uses."""
+        return bool(self._stages)
 
     def take_ahead(self) -> Ahead | None:
         """The connections to the ranks of a small version, and what has come over them, if nobody uses them."""
@@ -77,9 +83,11 @@ class Intake:
             return self._stages.pop(places, None)
 
     def keep_stage(self, stage: Stage) -> None:
-        """Nobody uses it now."""
+        """Nobody uses it now. After :meth:`close` it ends: who was given up may be done only then."""
         with self._lock:
-            other, self._stages[stage.places] = self._stages.get(stage.places), stage
+            other = stage if self._closed else self._stages.get(stage.places)
+            if not self._closed:
+                self._stages[stage.places] = stage
         if other is not None:
             other.end()
 
@@ -102,5 +110,7 @@ class Intake:
 
     def close(self) -> None:
         """End all connections and threads; what has begun ends by its own bound."""
+        with self._lock:
+            self._closed = True
         self.keep_only(())
         self.threads.shutdown(wait=False)

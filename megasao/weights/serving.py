@@ -115,13 +115,27 @@ class ShareServer:
             try:
                 peer, _ = door.accept()
             except OSError as error:
-                if not self._closed:  # the peer is gone already, or too many files are open for now
-                    logger.warning("a receiver could not connect to %s:%d: %s", self.host, self.port, error)
-                    time.sleep(_PAUSE_S)
+                self._cannot_take(error)  # the peer is gone already, or too many files are open for now
                 continue
             with self._changed:
                 self._peers.add(peer)
-            threading.Thread(target=self._serve, args=(peer,), name="weight-share-peer", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(peer,), name="weight-share-peer", daemon=True).start()
+            except RuntimeError as error:  # there can be no more threads for now
+                self._forget(peer)
+                self._cannot_take(error)
+
+    def _cannot_take(self, error: Exception) -> None:
+        if not self._closed:
+            logger.warning("a receiver could not connect to %s:%d: %s", self.host, self.port, error)
+            time.sleep(_PAUSE_S)
+
+    def _forget(self, peer: socket.socket) -> None:
+        with self._changed:
+            peer.close()
+            self._peers.discard(peer)
+            self._reading.pop(peer, None)
+            self._changed.notify_all()
 
     def _serve(self, peer: socket.socket) -> None:
         try:
@@ -136,11 +150,7 @@ class ShareServer:
             logger.info("a receiver of weights is gone: %s", error)
         finally:
             self._leave(peer)
-            with self._changed:
-                peer.close()
-                self._peers.discard(peer)
-                self._reading.pop(peer, None)
-                self._changed.notify_all()
+            self._forget(peer)
 
     def _asked(self, peer: socket.socket, nonce: bytes) -> int | None:
         """The version that the receiver asks for; None once it has left. ValueError if it does not know the secret."""
@@ -200,7 +210,8 @@ def proof(secret: bytes, nonce: bytes, asked: bytes) -> bytes:
 
 def nearby(host: str, port: int, secret: bytes) -> bytes:
     """The Unix socket (in the abstract namespace) of the rank that serves at ``host``:``port``, for receivers on its
-    machine: half the work of TCP. Only who knows the secret can tell it."""
+    machine: half the work of TCP. Nobody can take the name before who knows the secret; whoever sees it there (the
+    kernel lists all of them) still has to prove that he knows the secret."""
     return b"\0megasao-weights-" + hmac.digest(secret, f"{host}:{port}".encode(), hashlib.sha256).hex().encode()
 
 
