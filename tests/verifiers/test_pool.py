@@ -146,7 +146,7 @@ def test_what_a_job_left_behind_may_come_with_the_next_ones_answer(left, capfd):
 
     def hears(said, *, used):
         ours, theirs = socket.socketpair()
-        with subprocess.Popen(["sleep", "600"], start_new_session=True) as child, theirs:
+        with subprocess.Popen(["sleep", "20"], start_new_session=True) as child, theirs:
             foreman = Foreman({}, {"workers": 1, "time_limit_s": 1.0, "memory_bytes": 1, "guarding": "off"})
             worker = Worker(child.pid, ours, job_id=2, job=b"the job", used=used)
             foreman._workers.append(worker)
