@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from megasao.families import family_of
+from megasao.families import families, family_of
 from megasao.storage.documents import read_object
 
 _GIVE = "give the directory of a Hugging Face checkpoint, with config.json (nothing is downloaded by its name)"
@@ -66,6 +66,17 @@ def read_hf_config(path: Path) -> dict[str, Any]:
         ValueError: there is none, or it describes something that the models here do not cover.
     """
     return read_architecture(existing_file(path))
+
+
+def read_served_config(path: Path) -> dict[str, Any]:
+    """As :func:`read_hf_config`, but for any model: one of no family here, which an engine may serve, is as written.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    hf_config = read_object(existing_file(path))
+    known = hf_config.get("model_type") in families()
+    return family_of(hf_config).completed(hf_config) if known else hf_config
 
 
 def read_architecture(file: Path) -> dict[str, Any]:

@@ -16,8 +16,8 @@ MAX_ANSWER = 2000
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _NUMBER = re.compile(r"-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?|-?\$?\.\d+")
 _NUMBER_WINDOW = 4096
-_END_OF_TURN = re.compile(r"(?:<[^<>\s]+>\s*)+$")
-"""As models write it: ``<|im_end|>``, ``</s>``, ``<end_of_turn>``; one or several."""
+_END_OF_TURN = re.compile(r"<[^<>\s]+>")
+"""As models write it: ``<|im_end|>``, ``</s>``, ``<end_of_turn>``."""
 
 
 def find_answer(text: str, rule: str) -> str | None:
@@ -59,7 +59,17 @@ def after_hashes(text: str) -> str | None:
     """The rest of the line after the last ``####``, as in the solutions of GSM8K."""
     _, hashes, rest = text.rpartition("####")
     line = rest.strip().partition("\n")[0]
-    return (_END_OF_TURN.sub("", line) or line) if hashes else None
+    return (_without_end_of_turn(line) or line) if hashes else None
+
+
+def _without_end_of_turn(line: str) -> str:
+    """The line without the tokens at its end, one or several; in time that grows with its length, whatever is in it."""
+    end = len(line)
+    while end and line[end - 1] == ">" and _END_OF_TURN.fullmatch(line, start := max(line.rfind("<", 0, end), 0), end):
+        end = start
+        while end and line[end - 1].isspace():
+            end -= 1
+    return line[:end]
 
 
 def last_number(text: str) -> str | None:

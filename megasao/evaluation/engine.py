@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from megasao.config import Config
+from megasao.config.architecture import read_served_config
 from megasao.config.errors import UserError
 from megasao.launch.ports import free_ports
 from megasao.launch.process import Guardian, Role, RoleProcess, describe_exit, tail
@@ -60,7 +61,7 @@ async def _served(config: Config, checkpoint: Path) -> AsyncIterator[Engine]:
             f"slurm.nodes_per_server: {config.slurm.nodes_per_server}, and an evaluation has one node; choose "
             "rollout.sglang.server_args that fit one, and slurm.nodes_per_server=1"
         )
-    problem = model_problem(options, json.loads((checkpoint / "config.json").read_text()), max_tokens=longest)
+    problem = model_problem(options, read_served_config(checkpoint), max_tokens=longest)
     if problem is not None:
         raise ValueError(f"rollout.engine: {problem}")
     with tempfile.TemporaryDirectory(prefix="megasao-eval-") as name, Guardian() as guardian:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_checkpoints import dense_config, make_checkpoint, moe_config
@@ -16,7 +17,9 @@ from transformers import AutoConfig
 from megasao.config.architecture import read_hf_config
 from megasao.config.load import load_with_places
 from megasao.config.sglang import CONTEXT_SLACK
+from megasao.families.routing import Routing
 from megasao.launch.preflight import preflight
+from megasao.rollout.engines.base import GenerateRequest, SamplingParams
 from megasao.rollout.engines.sglang_arguments import (
     CHECK_TIMEOUT_S,
     CPU_SUPPORT,
@@ -29,6 +32,7 @@ from megasao.rollout.engines.sglang_arguments import (
     server_environment,
     vocab_size,
 )
+from megasao.rollout.engines.sglang_experts import ExpertRows
 from megasao.rollout.server import training_server
 from megasao.studies.tiny_model import write_tokenizer
 from tests.megatron.tiny import write_tiny_tokenizer
@@ -139,6 +143,20 @@ def shapes(directory: Path) -> dict[str, Any]:
         config.save_pretrained(directory / name)
         found[name] = read_hf_config(directory / name)
     return found
+
+
+@pytest.mark.parametrize("left_out", ["first_k_dense_replace", "hidden_act"])
+def test_what_config_leaves_out_is_the_same_to_engine_and_trainer(tmp_path: Path, left_out: str) -> None:
+    """transformers, and so SGLang, has a dense first layer of glm4_moe where config.json does not say how many."""
+    written = {"model_type": "glm4_moe", **SETTINGS["glm4_moe"], "num_hidden_layers": 3, "first_k_dense_replace": 1}
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in written.items() if k != left_out}))
+    trained, experts = Routing.of(read_hf_config(tmp_path)), ExpertRows.of(tmp_path)
+    assert trained is not None and experts is not None and trained.layers == 2
+    request = GenerateRequest("r", "s", [1, 2, 3], SamplingParams(1.0, 4))
+    said = np.broadcast_to(np.arange(3, dtype="<i4")[:, None], (6, 3, trained.top_k))
+    assert np.unique(experts.read(said.tobytes(), request, 4, "here")).tolist() == [1, 2]
+    (tmp_path / "config.json").write_text('{"model_type": "another", "num_hidden_layers": 2}')
+    assert ExpertRows.of(tmp_path) is None, "of no family here"
 
 
 def test_the_user_wins_over_defaults_and_we_over_the_user() -> None:

@@ -128,17 +128,23 @@ def save_directory(payload: Payload) -> Any:
     return Path(payload["directory"], "COMPLETE").is_file()
 
 
-def save_without_room(payload: Payload) -> Any:
-    """The error of each rank where the disk is full for the last one."""
+def save_in_vain(payload: Payload) -> Any:
+    """The errors of each rank where the disk is full for the last one, and where that does not see the source."""
     config, topology = _start(payload)
-    model = build_model("actor", Path(payload["path"]), config)
+    source, directory = Path(payload["path"]), Path(payload["directory"])
+    model = build_model("actor", source, config)
     full = OSError(errno.ENOSPC, "no space left")
     last = topology.rank == topology.world_size - 1
     with patch("megasao.weights.directory.TensorFileWriter", side_effect=full) if last else nullcontext():
-        try:
-            save_hf(model, Path(payload["path"]), Path(payload["directory"]))
-        except RuntimeError as error:
-            return str(error)
+        without_room = _save_error(model, source, directory)
+    return [without_room, _save_error(model, source / "elsewhere" if last else source, directory)]
+
+
+def _save_error(model: MegatronModel, source: Path, directory: Path) -> str:
+    try:
+        save_hf(model, source, directory)
+    except RuntimeError as error:
+        return str(error)
     return ""
 
 

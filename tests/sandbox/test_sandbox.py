@@ -1,6 +1,7 @@
 """The sandbox against what would break out of it. Each attempt runs for real; skipped with the reason where none is."""
 
 import asyncio
+import gzip
 import os
 import socket
 import subprocess
@@ -186,6 +187,17 @@ def test_a_workspace_that_cannot_be_unpacked_whole_is_the_commands_own_doing(com
     later = run("echo it runs", pack(with_files(unpack(made.workspace), {"own": b"1"})), **kept)
     assert later.exit_code == 0 and "it runs" in later.output
     assert "it runs" in run("echo it runs", made.workspace, **kept).output
+
+
+@pytest.mark.parametrize("said", ["echo no archive", "tar -czf - ."])
+def test_what_a_command_writes_in_the_place_of_the_archive_leaves_the_workspace_as_it_was(said):
+    """Else the next call would find no archive, and the episode count for nothing."""
+    before = pack({"a": b"1"})
+    everywhere = f"for n in 1 10 11 12; do (({said}) > /proc/$PPID/fd/$n) 2>/dev/null; done; rm a"  # a shell keeps it
+    outcome = asyncio.run(Sandbox("none").run(["/bin/sh", "-c", everywhere], before))
+    assert outcome.exit_code == 0 and outcome.workspace == before
+    with pytest.raises(EnvironmentFailure, match="the workspace is no archive"):  # control
+        run("true", gzip.compress(before))
 
 
 def test_a_workspace_that_was_cut_off_has_what_came_before():

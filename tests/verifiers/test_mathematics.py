@@ -72,6 +72,10 @@ def test_a_grader_by_text_alone_fails_the_same_cases(tmp_path):
         *((f"So\n#### -1/2{end}", "hashes", "-1/2") for end in ("<|im_end|>", "</s>", " <end_of_turn>\n", "<a><b>")),
         ("#### x < 3", "hashes", "x < 3"),
         ("#### <5>", "hashes", "<5>"),
+        ("#### 5 > 3", "hashes", "5 > 3"),
+        ("#### x<5 >", "hashes", "x<5 >"),
+        (f"#### 5{' <a>' * 50_000}", "hashes", "5"),
+        (f"#### {'<a>' * 50_000}x", "hashes", None),  # half a minute and more, if it were tried from each of them
         ("3<|im_end|>", "number", "3"),
         ("it is <5>", "number", "5"),
         ("3 apples and $1,234.50 more.", "number", "1,234.50"),

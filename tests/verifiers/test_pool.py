@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import selectors
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ import psutil
 import pytest
 
 from megasao.environments.base import EnvironmentFailure
+from megasao.environments.verifiers.foreman import Foreman, Worker
 from megasao.environments.verifiers.pool import MAX_ANSWER, Limits, VerifierError, VerifierPool
 from megasao.rollout.service import failure_reason
 from tests.verifiers.nasty_graders import NASTY
@@ -128,6 +131,37 @@ def test_a_second_answer_of_one_job_is_never_that_of_the_next():
             assert set(found[::4]) <= {0.5, "verifier_output"}  # as the second answer came before, or with, the first
 
     run(body())
+
+
+ANSWER = b'{"id": 2, "reward": 1.0, "retire": false}\n'
+LEFT = {
+    "an answer": b'{"id": 1, "reward": 0.25, "retire": false}\n',
+    "no answer": b"?\n",
+}
+
+
+@pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
+def test_what_a_job_left_behind_may_come_with_the_next_ones_answer(left, capfd):
+    """As it does where the foreman is slow: the second is not to blame, and runs again on another process."""
+
+    def hears(said, *, used):
+        ours, theirs = socket.socketpair()
+        with subprocess.Popen(["sleep", "20"], start_new_session=True) as child, theirs:
+            foreman = Foreman({}, {"workers": 1, "time_limit_s": 1.0, "memory_bytes": 1, "guarding": "off"})
+            worker = Worker(child.pid, ours, job_id=2, job=b"the job", used=used)
+            foreman._workers.append(worker)
+            foreman._selector.register(ours, selectors.EVENT_READ, worker)
+            theirs.sendall(said)
+            foreman._receive(worker)
+            if worker in foreman._workers:
+                foreman._end(worker)
+            child.returncode = 0  # it was waited for
+        return list(foreman._waiting), capfd.readouterr().out
+
+    assert hears(left + ANSWER, used=True) == ([(2, b"the job")], "")
+    waiting, told = hears(left + ANSWER, used=False)
+    assert waiting == [] and '"error": "output"' in told, "its own doing"
+    assert hears(ANSWER, used=True) == ([], '{"id": 2, "reward": 1.0}\n')
 
 
 def test_a_gigabyte_of_output_goes_nowhere():

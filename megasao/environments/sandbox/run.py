@@ -135,8 +135,8 @@ class Sandbox:
         if stopped_by is None and not written.startswith(_BEGUN):
             raise EnvironmentFailure(f"the sandbox did not start: {said[-500:]}")
         archive = written[len(_BEGUN) :]
-        # Without an archive the script was ended from inside: the workspace stays as it was.
-        whole = stopped_by is None and bool(archive) and not archive_cut
+        # Without an archive the script was ended from inside, or something was written between: all stays as it was.
+        whole = stopped_by is None and is_workspace(archive) and not archive_cut
         return Outcome(
             exit_code=code if stopped_by is None else None,
             stopped_by=stopped_by,

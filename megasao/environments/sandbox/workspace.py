@@ -58,8 +58,12 @@ def in_the_way(name: str, names: Collection[str]) -> bool:
 
 
 def is_workspace(workspace: bytes) -> bool:
-    """Whether it begins as an archive does."""
-    return tarfile.is_tarfile(io.BytesIO(workspace))
+    """Whether it begins as an archive does, and is not compressed."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(workspace), mode="r:"):
+            return True
+    except tarfile.TarError:
+        return False
 
 
 def is_inside(name: str) -> bool:

@@ -42,8 +42,8 @@ class Worker:
     channel: socket.socket
     job_id: Any = None
     job: bytes = b""
-    done: Any = None
-    """The job before this one."""
+    used: bool = False
+    """Whether it has answered a job before this one."""
     deadline: float = float("inf")
     outgoing: bytes = b""
     incoming: bytearray = field(default_factory=bytearray)
@@ -173,29 +173,30 @@ class Foreman:
         if not data or worker.idle:
             self._lost(worker)
         elif len(worker.incoming) > MAX_REPLY:
-            self._fail(worker, "output", f"a reply of more than {MAX_REPLY} bytes")
+            self._misled(worker, f"a reply of more than {MAX_REPLY} bytes")
         elif worker.incoming.endswith(b"\n"):
             self._finished(worker)
 
     def _finished(self, worker: Worker) -> None:
         reply = read_reply(bytes(worker.incoming))
         if reply is None or reply["id"] != worker.job_id:
-            self._misled(worker, reply)
+            self._misled(worker, "the verifier process wrote what is no reply")
             return
         retire, _ = reply.pop("retire"), reply.pop("id")
         job_id, worker.job_id = worker.job_id, None
-        worker.done, worker.deadline, worker.incoming = job_id, float("inf"), bytearray()
+        worker.used, worker.deadline, worker.incoming = True, float("inf"), bytearray()
         if retire:
             self._end(worker)
         self._report(job_id, reply)
 
-    def _misled(self, worker: Worker, reply: dict[str, Any] | None) -> None:
-        """It did not answer its job. What the job before has left behind is not this one's doing: that runs again."""
-        if reply is not None and worker.done is not None and reply["id"] == worker.done:
+    def _misled(self, worker: Worker, detail: str) -> None:
+        """It did not answer its job, or not alone. An earlier one may have left that behind, and it may have come with
+        this one's answer: then this one runs again, on a process of its own."""
+        if worker.used:
             self._waiting.appendleft((worker.job_id, worker.job))
             self._end(worker)
         else:
-            self._fail(worker, "output", "the verifier process wrote what is no reply")
+            self._fail(worker, "output", detail)
 
     def _lost(self, worker: Worker) -> None:
         """It died by itself."""

@@ -42,8 +42,9 @@ def save_hf(model: "MegatronModel", source_dir: Path, out_dir: Path) -> None:
     older one is replaced. All ranks must see its place. RuntimeError if one of them cannot write.
     """
     first, temporary = distributed.get_rank() == 0, out_dir.with_name(f".{out_dir.name}.tmp")
+    carried = _Carried()
+    agree(temporary, attempt(carried.find, model, source_dir))
     agree(temporary, attempt(_begin, temporary) if first else None)
-    carried = _Carried(model, source_dir)
     shares = outgoing(model)
     infos = [info for share in shares if share.mine for info in share.infos] + carried.mine
     rows = chain(stream_rows(model, shares, BUCKET_BYTES), carried.rows())
@@ -75,9 +76,12 @@ def agree(path: Path, error: Exception | None) -> None:
 class _Carried:
     """The tensors of the source that are not part of the model here: ``mine`` are those that this rank copies."""
 
-    def __init__(self, model: "MegatronModel", source_dir: Path) -> None:
+    def __init__(self) -> None:
         self.names: set[str] = set()
         self.mine: list[TensorInfo] = []
+
+    def find(self, model: "MegatronModel", source_dir: Path) -> None:
+        """What a policy's source has of them. OSError or ValueError, on a rank that cannot read the source."""
         if model.role != "actor":
             return
         self._files = TensorFiles(checkpoint_files(source_dir))

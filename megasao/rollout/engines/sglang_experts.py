@@ -6,11 +6,11 @@ the last but one. Invariants (tests assert them):
 - anything else, ids that the model does not have among it, is an error and no sample.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
 
+from megasao.config.architecture import read_served_config
 from megasao.families.facts import is_moe_layer
 from megasao.families.routing import Routing
 from megasao.rollout.engines.base import EngineError, GenerateRequest
@@ -25,7 +25,7 @@ class ExpertRows:
     @classmethod
     def of(cls, checkpoint: Path) -> "ExpertRows | None":
         """Those of a checkpoint; None for a dense model."""
-        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        config = read_served_config(checkpoint)
         routing = Routing.of(config)
         if routing is None:
             return None
