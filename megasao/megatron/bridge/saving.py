@@ -69,8 +69,9 @@ def agree(path: Path, error: Exception | None) -> None:
         return
     if distributed.get_rank() == 0:
         shutil.rmtree(path, ignore_errors=True)
+    rank = failed[0] if error is None else distributed.get_rank()
     reason = error or "its own message says why"
-    raise RuntimeError(f"rank {failed[0]} could not write weights to {path}: {reason}") from error
+    raise RuntimeError(f"rank {rank} could not write weights to {path}: {reason}") from error
 
 
 class _Carried:
