@@ -12,6 +12,7 @@ from megasao.config.errors import UserError
 from megasao.conversion.blocks import BLOCK, FP8, Block, scale_shape
 from megasao.conversion.tasks import Copy, Dequantize, Task
 from megasao.families.names import SCALE, Role, name_problem, shape_problem, value_head_names
+from megasao.storage.documents import read_object
 from megasao.storage.hf_directory import INDEX, checkpoint_files, read_index, side_files
 from megasao.storage.model_parts import MANIFEST
 from megasao.storage.reader import TensorFiles
@@ -25,7 +26,7 @@ class HfCheckpoint:
 
     Attributes:
         path: the directory.
-        hf_config: its config.json.
+        hf_config: its config.json, with what transformers takes for settings that are not written.
         files: its tensors.
         block: rows and columns of a block of FP8; None for a checkpoint without.
     """
@@ -34,6 +35,11 @@ class HfCheckpoint:
     hf_config: dict[str, Any]
     files: TensorFiles
     block: Block | None
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """config.json as it is, which is what a conversion hands on."""
+        return read_object(self.path / "config.json")
 
     @property
     def role(self) -> Role:

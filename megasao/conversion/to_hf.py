@@ -16,6 +16,7 @@ from megasao.conversion.model_checkpoint import ModelCheckpoint, model_of_run, o
 from megasao.conversion.output import Output, OutputFile, split
 from megasao.conversion.tasks import Copy, Quantize, Task
 from megasao.families.names import carried_names, fp8_names, optional_names
+from megasao.storage.documents import read_object
 from megasao.storage.hf_directory import INDEX, SINGLE, copy_side_files
 
 SHARD_BYTES = 5_000_000_000
@@ -47,7 +48,7 @@ def dequantized(source: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> O
     if hf.block is None:
         raise UserError(f"{source} is not in FP8: config.json has no quantization_config")
     tasks = [hf.plain(name, name) for name in hf.weights()]
-    config = _without_quantization(hf.hf_config)
+    config = _without_quantization(hf.written)
     return hf_output(out, tasks, config, hf.path, kind="dequantize", sources=hf.files.files, shard_bytes=shard_bytes)
 
 
@@ -73,7 +74,7 @@ def model_to_hf(checkpoint: Path, model: Path | None, out: Path, *, shard_bytes:
     if trained.role == "actor":
         carried = carried_names(origin.hf_config) | optional_names(origin.hf_config)
         tasks += [origin.plain(name, name) for name in origin.weights() if name in carried]
-    config, sources = _without_quantization(origin.hf_config), [*trained.files.files, *origin.files.files]
+    config, sources = _without_quantization(origin.written), [*trained.files.files, *origin.files.files]
     output = hf_output(out, tasks, config, origin.path, kind="to_hf", sources=sources, shard_bytes=shard_bytes)
     return replace(output, summed=trained.files.files)
 
@@ -81,11 +82,11 @@ def model_to_hf(checkpoint: Path, model: Path | None, out: Path, *, shard_bytes:
 def _converted_to_hf(trained: ModelCheckpoint, documents: Path, out: Path, shard_bytes: int) -> Output:
     """Back again what was converted: all that is stored, bit for bit."""
     try:
-        config = read_hf_config(documents)
+        hf_config, config = read_hf_config(documents), read_object(documents / "config.json")
     except ValueError as error:
         raise UserError(str(error)) from error
     names = [*trained.weights(), *trained.carried()]
-    if problem := trained.problem(config, names):
+    if problem := trained.problem(hf_config, names):
         raise UserError(f"{trained.path} {problem}; convert the Hugging Face directory again")
     tasks = [Copy(trained.files, trained.stored(name), replace(trained.info(name), name=name)) for name in names]
     sources = trained.files.files
@@ -149,7 +150,7 @@ def quantized_config(hf: HfCheckpoint) -> dict[str, Any]:
         "weight_block_size": list(BLOCK),
         "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in kept_matrices(hf)),
     }
-    return hf.hf_config | {"quantization_config": settings}
+    return hf.written | {"quantization_config": settings}
 
 
 def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import subprocess
+from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -138,7 +139,7 @@ def shapes(directory: Path) -> dict[str, Any]:
     found = {}
     for name in ("qwen3_moe", "mixed", "glm4_moe", "glm_moe_dsa"):
         family = "qwen3_moe" if name == "mixed" else name
-        config = AutoConfig.for_model(family, **{**SETTINGS[family], **changes.get(name, {})})
+        config = AutoConfig.for_model(family, **deepcopy({**SETTINGS[family], **changes.get(name, {})}))
         config.architectures = ["GlmMoeDsaForCausalLM"] if family == "glm_moe_dsa" else None
         config.save_pretrained(directory / name)
         found[name] = read_hf_config(directory / name)

@@ -5,6 +5,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def built(hf_config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = {key: value for key, value in hf_config.items() if value is not None}
+    settings = {key: deepcopy(value) for key, value in hf_config.items() if value is not None}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -143,7 +144,7 @@ def test_what_is_not_written_means_what_it_means_to_transformers(family: str) ->
             assert (refusal if key != "topk_group" else "n_group = 2 and topk_group = 0; expected") in str(error)
             continue
         taken.add(key)
-        theirs = AutoConfig.for_model(family, **rest)
+        theirs = AutoConfig.for_model(family, **deepcopy(rest))  # it writes into what it is given
         full = {**hf_config, "rope_parameters": theirs.rope_parameters}
         full |= {key: getattr(theirs, key)} if hasattr(theirs, key) else {}
         assert meaning(hf_config) == meaning(full), key
@@ -161,7 +162,9 @@ def test_null_groups_are_one_for_each_head(family: str) -> None:
     own, written = family_of({"model_type": family}), {**SETTINGS[family], "num_key_value_heads": None}
     hf_config = own.completed({"model_type": family, **written})
     own.check(hf_config)
-    assert hf_config["num_key_value_heads"] == AutoConfig.for_model(family, **written).num_key_value_heads == 4
+    assert (
+        hf_config["num_key_value_heads"] == AutoConfig.for_model(family, **deepcopy(written)).num_key_value_heads == 4
+    )
 
 
 @pytest.mark.parametrize("model", sorted(path.stem for path in MODELS.glob("*.json")))

@@ -1,5 +1,6 @@
 """A tiny checkpoint of every family, written by transformers, with weights large enough that every mistake shows."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,9 @@ def write_tiny_family(directory: Path, family: str, *, seed: int = 0, mtp: bool 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**SETTINGS[family], **changes})
+    config = AutoConfig.for_model(
+        family, **deepcopy({**SETTINGS[family], **changes})
+    )  # it writes into what it is given
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
