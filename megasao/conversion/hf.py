@@ -37,9 +37,10 @@ class HfCheckpoint:
     block: Block | None
 
     @property
-    def written(self) -> dict[str, Any]:
-        """config.json as it is, which is what a conversion hands on."""
-        return read_object(self.path / "config.json")
+    def unquantized_config(self) -> dict[str, Any]:
+        """config.json as it is written, without a quantisation: what a conversion hands on."""
+        written = read_object(self.path / "config.json")
+        return {key: value for key, value in written.items() if key != "quantization_config"}
 
     @property
     def role(self) -> Role:

@@ -105,7 +105,7 @@ def _combined(hf: HfCheckpoint, exported: Path, out: Path, shard_bytes: int) -> 
             continue
         for stored in (name, *(f"{name.removesuffix('weight')}{scale}" for scale in _SCALES)):
             tasks.append(Copy(files, stored, files.info(stored)))
-    config = hf.written | {"quantization_config": _settings(hf, exported)}
+    config = hf.unquantized_config | {"quantization_config": _settings(hf, exported)}
     output = hf_output(out, tasks, config, hf.path, kind="fp8_tensor", sources=hf.files.files, shard_bytes=shard_bytes)
 
     def write_documents(directory: Path) -> None:

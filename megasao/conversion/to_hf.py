@@ -17,7 +17,7 @@ from megasao.conversion.output import Output, OutputFile, split
 from megasao.conversion.tasks import Copy, Quantize, Task
 from megasao.families.names import carried_names, fp8_names, optional_names
 from megasao.storage.documents import read_object
-from megasao.storage.hf_directory import INDEX, SINGLE, copy_side_files
+from megasao.storage.hf_directory import INDEX, copy_side_files, file_names, index_of
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes of a file, unless a single tensor has more."""
@@ -48,7 +48,7 @@ def dequantized(source: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> O
     if hf.block is None:
         raise UserError(f"{source} is not in FP8: config.json has no quantization_config")
     tasks = [hf.plain(name, name) for name in hf.weights()]
-    config = _without_quantization(hf.written)
+    config = hf.unquantized_config
     return hf_output(out, tasks, config, hf.path, kind="dequantize", sources=hf.files.files, shard_bytes=shard_bytes)
 
 
@@ -74,7 +74,7 @@ def model_to_hf(checkpoint: Path, model: Path | None, out: Path, *, shard_bytes:
     if trained.role == "actor":
         carried = carried_names(origin.hf_config) | optional_names(origin.hf_config)
         tasks += [origin.plain(name, name) for name in origin.weights() if name in carried]
-    config, sources = _without_quantization(origin.written), [*trained.files.files, *origin.files.files]
+    config, sources = origin.unquantized_config, [*trained.files.files, *origin.files.files]
     output = hf_output(out, tasks, config, origin.path, kind="to_hf", sources=sources, shard_bytes=shard_bytes)
     return replace(output, summed=trained.files.files)
 
@@ -114,9 +114,7 @@ def hf_output(
 ) -> Output:
     """The directory that ``tasks`` make, with ``config`` and the side files of ``documents``."""
     groups = split(tasks, shard_bytes)
-    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
-    names = names if len(groups) > 1 else [SINGLE]
-    files = [OutputFile(name, group) for name, group in zip(names, groups, strict=True)]
+    files = [OutputFile(name, group) for name, group in zip(file_names(len(groups)), groups, strict=True)]
 
     def write_documents(directory: Path) -> None:
         copy_side_files(documents, directory)
@@ -138,7 +136,7 @@ def kept_matrices(hf: HfCheckpoint) -> list[str]:
 def _index(files: Sequence[OutputFile]) -> dict[str, Any]:
     places = {info.name: file.name for file in files for info in file.infos}
     size = sum(info.nbytes for file in files for info in file.infos)
-    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    return index_of(places, size)
 
 
 def quantized_config(hf: HfCheckpoint) -> dict[str, Any]:
@@ -150,11 +148,7 @@ def quantized_config(hf: HfCheckpoint) -> dict[str, Any]:
         "weight_block_size": list(BLOCK),
         "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in kept_matrices(hf)),
     }
-    return hf.written | {"quantization_config": settings}
-
-
-def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != "quantization_config"}
+    return hf.unquantized_config | {"quantization_config": settings}
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -35,5 +35,4 @@ def _write_hf_documents(hf: HfCheckpoint, directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     copy_side_files(hf.path, directory)
-    config = {key: value for key, value in hf.written.items() if key != "quantization_config"}
-    write_json(directory / "config.json", config)
+    write_json(directory / "config.json", hf.unquantized_config)

@@ -1,7 +1,9 @@
 """The files of a Hugging Face checkpoint directory, beside and around its tensors."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megasao.storage.documents import read_object
 
@@ -17,6 +19,17 @@ SIDE_FILES = (
     "merges.txt",
 )
 """What goes along from one checkpoint of a model to another, unchanged."""
+
+
+def file_names(count: int) -> list[str]:
+    """What the safetensors files of a checkpoint are called."""
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    return names if count > 1 else [SINGLE]
+
+
+def index_of(places: Mapping[str, str], total_bytes: int) -> dict[str, Any]:
+    """The content of the index: which file has which tensor, and the bytes of all."""
+    return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(places.items()))}
 
 
 def read_index(path: Path) -> dict[str, str] | None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from megasao.weights.incoming import Link, Place, ask, receive_buckets, receive_manifest
-from megasao.weights.messages import AnnounceShares, Share
+from megasao.weights.incoming import Link, ask, receive_buckets, receive_manifest
+from megasao.weights.messages import AnnounceShares, Place, Share
 from megasao.weights.serving import AFTER, cut, read_head
 from megasao.weights.shared import BufferPool, ShareManifest, read_manifest
 
@@ -152,5 +152,5 @@ class Ahead:
         return True
 
 
-def _sizes(announce: AnnounceShares) -> list[tuple[str, int, int]]:
-    return [(share.host, share.port, share.total_bytes) for share in announce.shares]
+def _sizes(announce: AnnounceShares) -> list[tuple[Place, int]]:
+    return [(share.place, share.total_bytes) for share in announce.shares]

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megasao.storage.atomic import sync
 from megasao.storage.header import TensorInfo
-from megasao.storage.hf_directory import INDEX
+from megasao.storage.hf_directory import INDEX, index_of
 from megasao.storage.model_parts import write_json
 from megasao.storage.reader import TensorFiles
 from megasao.storage.writer import TensorFileWriter, checksum
@@ -176,9 +176,9 @@ def complete(root: Path, version: int, epoch: str, ranks: int, names: Collection
     """Give the version its name, once every rank has written its share. ValueError if the shares are not ``names``."""
     unfinished = unfinished_path(root, version, epoch)
     files = collect_shares(unfinished, ranks, names)
-    places = [(name, file["name"]) for file in files for name in file["tensors"]]
+    places = {name: file["name"] for file in files for name in file["tensors"]}
     total = sum(file["bytes"] for file in files)
-    write_json(unfinished / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places))})
+    write_json(unfinished / INDEX, index_of(places, total))
     sums = [{key: file[key] for key in ("name", "bytes", "crc32")} for file in files]
     write_json(unfinished / MANIFEST, {"format": FORMAT, "version": version, "epoch": epoch, "files": sums})
     crc = checksum(unfinished / MANIFEST)

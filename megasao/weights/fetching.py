@@ -114,7 +114,7 @@ class Fetching:
         try:
             nonce = bytearray(NONCE_BYTES)
             receive_into(connection, memoryview(nonce))
-            return Link((share.host, share.port), connection, bytes(nonce))
+            return Link(share.place, connection, bytes(nonce))
         except BaseException:
             self._close(connection)
             raise
@@ -127,7 +127,7 @@ class Fetching:
             return self._by_network(share)
 
     def _by_network(self, share: Share) -> socket.socket:
-        return self._reached(socket.AF_INET6 if ":" in share.host else socket.AF_INET, (share.host, share.port))
+        return self._reached(socket.AF_INET6 if ":" in share.host else socket.AF_INET, share.place)
 
     def _reached(self, family: socket.AddressFamily, address: bytes | tuple[str, int]) -> socket.socket:
         connection = socket.socket(family)

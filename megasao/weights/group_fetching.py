@@ -54,7 +54,7 @@ class GroupsFetching(Fetching):
 
     def _run(self) -> None:
         shares = sorted(self._announce.shares, key=lambda share: (share.stage, share.rank))
-        self._intake.keep_only((share.host, share.port) for share in shares)
+        self._intake.keep_only(share.place for share in shares)
         stages = [list(of) for _, of in groupby(shares, key=lambda share: share.stage)]
         if len(stages) == 1:
             self._fetch_stage(stages[0])
@@ -65,7 +65,7 @@ class GroupsFetching(Fetching):
         return self._by_network(share)  # which tells us our address in the group
 
     def _fetch_stage(self, shares: Sequence[Share]) -> None:
-        stage = self._intake.take_stage(tuple((share.host, share.port) for share in shares)) or Stage()
+        stage = self._intake.take_stage(tuple(share.place for share in shares)) or Stage()
         try:
             sizes = self._asked_again(stage, shares) or self._asked(stage, shares)
             problem = self._problem(stage, shares, sizes)

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megasao.weights.messages import Place
 from megasao.weights.serving import LENGTH, proof, receive_into
 from megasao.weights.shared import BufferPool, ShareManifest
-
-Place = tuple[str, int]
-"""Host and port of a rank."""
 
 MOST_MANIFEST_BYTES = 2**28
 

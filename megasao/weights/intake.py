@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from megasao.weights.ahead import Ahead
 from megasao.weights.groups import Group
-from megasao.weights.incoming import Link, Place
+from megasao.weights.incoming import Link
+from megasao.weights.messages import Place
 from megasao.weights.shared import BufferPool
 
 LANES = 16

@@ -12,6 +12,9 @@ from typing import Literal
 
 import msgspec
 
+Place = tuple[str, int]
+"""Host and port of a rank."""
+
 Carrier = Literal["tcp", "gloo"]
 """What takes a share from a rank to a receiver: a connection, or a process group for each pipeline stage."""
 
@@ -108,6 +111,11 @@ class Share(msgspec.Struct, frozen=True):
     total_bytes: int
     manifest_crc32: int
     stage: int = 0
+
+    @property
+    def place(self) -> Place:
+        """Where the rank is reached."""
+        return self.host, self.port
 
 
 class AnnounceShares(msgspec.Struct, tag=True, frozen=True):

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 
 from megasao.weights.ahead import Ahead, Arrived, Damaged
 from megasao.weights.fetching import Fetching
-from megasao.weights.incoming import Link, Place, ask
+from megasao.weights.incoming import Link, ask
 from megasao.weights.intake import Intake
-from megasao.weights.messages import AnnounceShares, Share
+from megasao.weights.messages import AnnounceShares, Place, Share
 from megasao.weights.serving import read_head
 
 
@@ -33,7 +33,7 @@ class SmallFetching(Fetching):
         """Take what has come, and fetch the rest. ValueError if a share is damaged or cannot be had."""
         try:
             links, found = await self._came_ahead()
-            missing = [share for share in self._announce.shares if not self._accepts(share, found.get(_place(share)))]
+            missing = [share for share in self._announce.shares if not self._accepts(share, found.get(share.place))]
             if missing:
                 await asyncio.to_thread(self._fetch_over, links, missing)
         except BaseException:
@@ -41,7 +41,7 @@ class SmallFetching(Fetching):
             raise
         with self._lock:
             self._open.clear()
-        ordered = [links[_place(share)] for share in self._announce.shares]
+        ordered = [links[share.place] for share in self._announce.shares]
         self._intake.keep_ahead(Ahead(self._announce, ordered, self._intake.memory))
 
     async def _came_ahead(self) -> tuple[dict[Place, Link], dict[Place, Arrived | Damaged]]:
@@ -77,10 +77,10 @@ class SmallFetching(Fetching):
     def _fetch_over(self, links: dict[Place, Link], shares: Sequence[Share]) -> None:
         """Take ``shares``; ``links`` has the connections that there are, and gets those over which they came."""
         with self._at_work():
-            asked = {_place(share): self._asks(links.pop(_place(share), None)) for share in shares}
+            asked = {share.place: self._asks(links.pop(share.place, None)) for share in shares}
             for share in shares:
                 with self._named(share):
-                    links[_place(share)] = self._answered(asked[_place(share)], share) or self._anew(share)
+                    links[share.place] = self._answered(asked[share.place], share) or self._anew(share)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -139,7 +139,3 @@ class SmallFetching(Fetching):
         for connection in self._open:
             connection.close()
         self._open.clear()
-
-
-def _place(share: Share) -> Place:
-    return share.host, share.port

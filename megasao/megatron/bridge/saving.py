@@ -21,7 +21,7 @@ from megasao.megatron.bridge.table import carried_names, optional_names
 from megasao.megatron.runtime import gather_counts
 from megasao.storage.atomic import replace_directory, sync
 from megasao.storage.header import TensorInfo
-from megasao.storage.hf_directory import INDEX, SINGLE, checkpoint_files, copy_side_files
+from megasao.storage.hf_directory import INDEX, checkpoint_files, copy_side_files, file_names, index_of
 from megasao.storage.model_parts import write_json
 from megasao.storage.reader import TensorFiles
 from megasao.weights.directory import collect_shares, write_share
@@ -110,14 +110,13 @@ def _write(temporary: Path, infos: Sequence[TensorInfo], rows: Iterator[Rows]) -
 def _complete(temporary: Path, out_dir: Path, source_dir: Path, names: set[str], dtype: str) -> None:
     """Put the shares together, and the directory in its place. ValueError if they are not ``names``."""
     files = collect_shares(temporary, distributed.get_world_size(), names)
-    total, places = 0, dict[str, str]()
-    for number, file in enumerate(files, 1):
-        name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        path = (temporary / file["name"]).rename(temporary / name)
-        total += sum(info.nbytes for info in TensorFiles([path]).infos())
+    places: dict[str, str] = {}
+    for name, file in zip(file_names(len(files)), files, strict=True):
+        (temporary / file["name"]).rename(temporary / name)
         places |= dict.fromkeys(file["tensors"], name)
     if len(files) > 1:
-        write_json(temporary / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
+        written = TensorFiles(temporary / name for name in file_names(len(files)))
+        write_json(temporary / INDEX, index_of(places, sum(info.nbytes for info in written.infos())))
     copy_side_files(source_dir, temporary)
     config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
     config.update({key: dtype for key in ("dtype", "torch_dtype") if key in config})
